@@ -1,0 +1,199 @@
+"""The positions of one forward call: which are active at a layer, and how to take them and put them back."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from popvlm.plan import KINDS, Kind
+
+
+class Suffix:
+    """The last `count` positions of every sample: views, no gather."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The active part of `x` along its position dimension."""
+        return x.narrow(dim, x.shape[dim] - self.count, self.count)
+
+    def context(self, x: Tensor) -> Tensor:
+        """The part of `x` `[B, T, ...]` for which a layer must make keys and values: the positions before."""
+        return x[:, :-self.count]
+
+    def splice(self, context: Tensor, active: Tensor) -> Tensor:
+        """Keys or values `[B, G, T, K]` of all positions, from those of `context` and of the active positions."""
+        return torch.cat((context, active), dim=2)
+
+    def put(self, hidden: Tensor, active: Tensor) -> None:
+        """Writes the active positions' states `[B, A, D]` into `hidden` `[B, T, D]`."""
+        hidden[:, -self.count:] = active
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """The active positions as indices, `[1, A]`."""
+        return torch.arange(length - self.count, length, device=device)[None]
+
+
+class Gather:
+    """Any positions, each sample its own.
+
+    Args:
+        index: `[B, A]`, no position twice in a sample.
+        valid: `[B, A]`: where a sample has fewer active positions than another, its row is filled up with others, which
+            run through the layer too and leave nothing behind. So no sample's answer depends on who shares its batch.
+            None where every entry is active.
+    """
+
+    def __init__(self, index: Tensor, valid: Tensor | None) -> None:
+        self._index, self._valid = index, valid
+        self.count = index.shape[1]
+
+    def _pairs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._index.device != device:
+            self._index = self._index.to(device)
+            self._valid = None if self._valid is None else self._valid.to(device)
+        return torch.arange(self._index.shape[0], device=device)[:, None], self._index
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        samples, index = self._pairs(x.device)
+        x = x.expand(index.shape[0], *x.shape[1:])  # masks and rotary may be shared by the batch
+        return x.movedim(dim, 1)[samples, index].movedim(1, dim)
+
+    def context(self, x: Tensor) -> Tensor:
+        # All of it: the context lies between the active positions, and to gather it would copy the prompt's states.
+        return x
+
+    def splice(self, context: Tensor, active: Tensor) -> Tensor:
+        self.put(context.transpose(1, 2), active.transpose(1, 2))
+        return context
+
+    def put(self, hidden: Tensor, active: Tensor) -> None:
+        pairs = self._pairs(hidden.device)
+        if self._valid is not None:
+            valid = self._valid.view(*self._valid.shape, *[1] * (active.ndim - 2))
+            active = torch.where(valid, active, hidden[pairs])
+        hidden[pairs] = active
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        return self._pairs(device)[1]
+
+
+class Positions:
+    """The answer, visual and text positions of one forward call of `B` samples and `T` positions.
+
+    Args:
+        shape: `(B, T)`.
+        answers: the answer positions: the last `answers` of each sample, or a mask `[B, T]`. The last position is
+            always one.
+        visual: mask `[B, T]` of image and video tokens; None where there are none or no layer asks.
+        in_place: whether a pruned layer may write into a tensor that the pruned layer before it made.
+        most: with a mask, the most answer positions that a sample has, where that is known without asking the device.
+    """
+
+    def __init__(self, shape: tuple[int, int], answers: int | Tensor, visual: Tensor | None, in_place: bool,
+                 most: int | None = None) -> None:
+        self.shape = shape
+        self.answers = answers
+        self.visual = visual
+        self.in_place = in_place
+        self.owned: Tensor | None = None
+        """The hidden states that the last pruned layer made, if nobody else can hold them."""
+        self._most = most
+        self._selections: dict[frozenset[Kind], Suffix | Gather | None] = {}
+        self._rows: dict[frozenset[Kind], tuple[Any, Any]] = {}
+        self._context: dict[Kind, tuple[Tensor, ...]] = {}
+
+    def active(self, skipping: frozenset[Kind]) -> Suffix | Gather | None:
+        """The active positions of a layer that `skipping` kinds of context skip; None where that is all of them."""
+        if skipping not in self._selections:
+            self._selections[skipping] = self._select(skipping)
+        return self._selections[skipping]
+
+    def _select(self, skipping: frozenset[Kind]) -> Suffix | Gather | None:
+        length = self.shape[1]
+        if len(skipping) == len(KINDS) or (self.visual is None and "text" in skipping):
+            if isinstance(self.answers, int):
+                return Suffix(self.answers)
+            active, most = self.answers, self._most
+        elif self.visual is None:  # only visual positions skip, and there are none
+            return None
+        else:
+            active, most = self._answer_mask | (self.visual if "text" in skipping else ~self.visual), None
+        counts = active.sum(1, keepdim=True)
+        fewest = 0
+        if most is None:
+            # The one question to the device, asked before the model runs, so there is nothing to wait for.
+            fewest, most = torch.stack(counts.aminmax()).tolist()
+            if fewest == length:
+                return None
+        index = (~active).int().argsort(dim=1, stable=True)[:, :most]  # the active ones first, in order
+        valid = None if fewest == most else torch.arange(most, device=index.device) < counts
+        return Gather(index, valid)
+
+    @cached_property
+    def _answer_mask(self) -> Tensor:
+        if isinstance(self.answers, Tensor):
+            return self.answers
+        assert self.visual is not None
+        return (torch.arange(self.shape[1], device=self.visual.device) >= self.shape[1] - self.answers)[None]
+
+    def context(self, kind: Kind, device: torch.device) -> tuple[Tensor, ...]:
+        """The context positions of a kind, as (samples, positions), each `[N]`."""
+        if kind not in self._context:
+            mask = self.visual if kind == "visual" else None if self.visual is None else ~self.visual
+            if mask is None:
+                assert isinstance(self.answers, Tensor)
+                mask = torch.ones_like(self.answers)
+            self._context[kind] = (mask & ~self._answer_mask).nonzero(as_tuple=True)
+        if self._context[kind][0].device != device:
+            self._context[kind] = tuple(index.to(device) for index in self._context[kind])
+        return self._context[kind]
+
+    def mask_rows(self, mask: Any, skipping: frozenset[Kind]) -> Any:
+        """The rows of an attention mask that belong to the active queries of a layer.
+
+        Args:
+            mask: as the model hands it to the layer: `[B or 1, 1, T, S + T]`, added or boolean (eager, sdpa), a
+                `BlockMask` (flex), `[B, S + T]` (flash attention: padding only), or None, which to sdpa means
+                causal, from the first column on.
+        """
+        source, rows = self._rows.get(skipping, (None, None))
+        if source is mask and source is not None:
+            return rows  # the layers of a kind share their mask
+        selection = self.active(skipping)
+        assert selection is not None
+        if isinstance(mask, Tensor):
+            rows = mask if mask.ndim == 2 or mask.shape[2] == 1 else selection.take(mask, dim=2)
+        else:
+            rows = _block_mask_rows(mask, selection, self.shape)
+        self._rows[skipping] = mask, rows
+        return rows
+
+    def causal_rows(self, skipping: frozenset[Kind], device: torch.device) -> Tensor | None:
+        """What None means to sdpa for the active queries: `[B or 1, 1, A, T]`, or None where they see everything."""
+        selection = self.active(skipping)
+        assert selection is not None
+        if isinstance(selection, Suffix) and selection.count == 1:
+            return None
+        length = self.shape[1]
+        source, rows = self._rows.get(skipping, ("causal", None))
+        if source != "causal" or rows is None:
+            rows = torch.arange(length, device=device) <= selection.index(length, device)[:, None, :, None]
+            self._rows[skipping] = "causal", rows
+        return rows
+
+
+def _block_mask_rows(mask: Any, selection: Suffix | Gather, shape: tuple[int, int]) -> Any:
+    device = mask.kv_num_blocks.device
+    index = selection.index(shape[1], device)
+    index = index.expand(shape[0], -1)
+
+    def rows(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask.mask_mod(sample, head, index[sample, query], key)
+
+    return create_block_mask(rows, shape[0], None, selection.count, mask.seq_lengths[1], device=device)

@@ -1,0 +1,37 @@
+"""What all tests share: one seed, few threads, and models built once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import popvlm
+from models import build
+
+torch.set_num_threads(2)
+_built = cache(build)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """Builds a family's model, or hands out the one built before, without a plan."""
+    used = []
+
+    def made(family: str, attention: str = "sdpa", seed: int = 0) -> Any:
+        used.append(_built(family, attention, seed))
+        return used[-1]
+
+    yield made
+    for model in used:
+        popvlm.restore(model)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
