@@ -47,7 +47,7 @@ class PrunedModel:
     @property
     def __signature__(self) -> inspect.Signature:
         # `generate` asks the forward's signature whether it takes `logits_to_keep`, and for unknown arguments.
-        return inspect.signature(_original(self))
+        return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"full": [], "said": set()}
@@ -55,8 +55,8 @@ class PrunedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         positions = self.positions(kwargs | dict(zip(self.parameters, args)) if args else kwargs)
         if positions is None:
-            return _original(self)(*args, **kwargs)
-        return _original(self)(*args, **kwargs, **{POSITIONS: positions})
+            return _untouched(self, *args, **kwargs)
+        return _untouched(self, *args, **kwargs, **{POSITIONS: positions})
 
     def positions(self, call: dict[str, Any]) -> Positions | None:
         """The positions of a call with these arguments; None where it runs in full."""
@@ -157,7 +157,7 @@ class PrunedLayer:
         positions: Positions | None = kwargs.pop(POSITIONS, None)
         active = None if positions is None else positions.active(self.skipping)
         if positions is None or active is None:
-            return _original(self)(*args, **kwargs)
+            return _untouched(self, *args, **kwargs)
         (hidden,) = args
         rotary = self.position_embeddings(self.module, kwargs)
         keys, values = self.keys_values(active.context(hidden), rotary, active, positions)
@@ -174,7 +174,7 @@ class PrunedLayer:
                 kwargs[argument] = tuple(active.take(part) for part in value)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = active.take(kwargs["position_ids"])
-        output = _original(self)(active.take(hidden), **kwargs)
+        output = _untouched(self, active.take(hidden), **kwargs)
         states = output[0] if isinstance(output, tuple) else output
         hidden = self.put_back(hidden, states, active, positions)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -311,13 +311,17 @@ def _take(part: PrunedModel | PrunedLayer) -> None:
             if part.previous is not None:
                 state[slot] = part.previous
             elif slot == "_old_forward":
-                state[slot] = _original(part)
+                state[slot] = type(part.module).forward.__get__(part.module)
             else:
                 del state[slot]
 
 
-def _original(part: PrunedModel | PrunedLayer) -> Callable[..., Any]:
-    return part.previous if part.previous is not None else type(part.module).forward.__get__(part.module)
+def _untouched(part: PrunedModel | PrunedLayer, *args: Any, **kwargs: Any) -> Any:
+    """Calls the forward that `part` stands in for."""
+    if part.previous is not None:
+        return part.previous(*args, **kwargs)
+    # Not as a bound method: torch.compile would look it up again on the module by name, and find `part`.
+    return type(part.module).forward(part.module, *args, **kwargs)
 
 
 def _watched(layer: Any) -> bool:
