@@ -60,8 +60,10 @@ def accelerate(processor: Any, model: Model, *, ratio: float | None = None,
         chosen = PruningPlan.lossless(print_.num_layers)
     elif isinstance(plan, PruningPlan):
         chosen = plan
-    else:
+    elif isinstance(plan, (str, os.PathLike)):
         chosen = PruningPlan.load(plan)
+    else:
+        raise PlanError(f"plan is {plan!r}; give a PruningPlan, the path of one, 'lossless' or 'last-third'")
     chosen.check(print_)
     _check_processor(processor, inner)
     prefill.prune(inner, chosen if chosen.fingerprint else replace(chosen, fingerprint=print_), family)

@@ -181,6 +181,8 @@ class PruningPlan:
         try:
             fingerprint = Fingerprint(**record["fingerprint"]) if record["fingerprint"] else None
             plan = {name: record[name] for name in ("num_layers", "visual", "text", "tail", "source")}
+            if record["kv"] not in ("own", "fitted"):
+                raise PlanError(f"its kv is {record['kv']!r}, and it must be 'own' or 'fitted'; save it again")
             fitted = _load_fitted(path, record) if record["kv"] == "fitted" else None
             return cls(**plan, fitted=fitted, fingerprint=fingerprint)
         except PlanError as error:

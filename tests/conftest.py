@@ -12,7 +12,7 @@ import torch
 import popvlm
 from models import build
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # a process a core
 _built = cache(build)
 
 

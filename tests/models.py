@@ -185,7 +185,8 @@ def fitted_for(model: Any, visual: set[int], text: set[int], seed: int = 5) -> d
 
 @contextmanager
 def oracle(model: Any, visual: set[int], text: set[int], tail: int = 1,
-           fitted: dict[str, Tensor] | None = None, types: Tensor | None = None) -> Iterator[None]:
+           fitted: dict[str, Tensor] | None = None, types: Tensor | None = None,
+           visual_ids: tuple[int, ...] = (IMAGE, VIDEO)) -> Iterator[None]:
     """Prefill-only pruning as the design page defines it: run the whole layer, put the skipped states back.
 
     Slow and plain: hooks on the untouched model, positions told apart token by token in Python. `types` says which
@@ -224,7 +225,7 @@ def oracle(model: Any, visual: set[int], text: set[int], tail: int = 1,
                 if column in answers:
                     continue
                 if call.get("input_ids") is not None:
-                    seen = int(tokens[row, column]) in (IMAGE, VIDEO)
+                    seen = int(tokens[row, column]) in visual_ids
                 else:
                     seen = types is not None and bool(types[row, column - length])
                 masks["visual" if seen else "text"][row, column] = True

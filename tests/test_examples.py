@@ -1,0 +1,70 @@
+"""The examples run as written, on a model folder with the real processor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import popvlm
+from models import oracle
+
+torchvision = pytest.importorskip("torchvision")
+ROOT = Path(__file__).parents[1]
+
+
+def run(script, *arguments):
+    done = subprocess.run([sys.executable, ROOT / "examples" / script, *arguments], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("transformers", minversion="5.0")
+    path = tmp_path_factory.mktemp("model")
+    run("random_qwen3_vl.py", path)
+    return path
+
+
+def test_ask_an_image(folder):
+    said = run("ask_an_image.py", folder, ROOT / "examples/images/chart.png", "Which day sold the most?")
+    assert "full:   first token in" in said
+    assert "context skips 8-11 (33 %)" in said
+
+
+def conversation(processor, questions):
+    chats = [[{"role": "user", "content": [*[{"type": "image"} for _ in images], {"type": "text", "text": text}]}]
+             for images, text in questions]
+    texts = [processor.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    images = [image for images, _ in questions for image in images]
+    return processor(text=texts, images=images or None, return_tensors="pt", padding=True)
+
+
+def test_real_prompts_of_several_images_and_none(folder):
+    from PIL import Image
+
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    chart = Image.open(ROOT / "examples/images/chart.png").convert("RGB")
+    batch = conversation(processor, [([chart], "Which day?"), ([], "Hello, are you there?"),
+                                     ([chart.resize((1, 3)).resize((300, 70)), chart.convert("L").convert("RGB")],
+                                      "Which of the two?")])
+    plan = popvlm.PruningPlan(12, visual=set(range(4, 12)), text={10, 11}, tail=8)
+    with oracle(model, set(plan.visual), set(plan.text), tail=8,
+                visual_ids=(model.config.image_token_id, model.config.video_token_id)):
+        want = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    popvlm.accelerate(processor, model, plan=plan)
+    assert (model.generate(**batch, max_new_tokens=8, do_sample=False) == want).all()
+
+
+def test_another_models_processor(folder):
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    model.config.image_token_id += 1
+    with pytest.raises(popvlm.ProcessorError, match="image token"):
+        popvlm.accelerate(processor, model)
+    with pytest.raises(popvlm.ProcessorError, match="needs its processor"):
+        popvlm.accelerate(processor.tokenizer, model)
