@@ -9,6 +9,7 @@ import torch
 import transformers.integrations.flex_attention
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import popvlm
 from models import (
@@ -282,6 +283,31 @@ def test_quantized_cache(make, monkeypatch, family):
             lambda model: generated(model, batch, cache_implementation="quantized", cache_config=settings))
 
 
+class Stream:
+    """A CUDA stream, to a machine without one."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3_text"])
+def test_offloaded_cache(make, monkeypatch, family):
+    for owner, name in (torch, "Stream"), (torch.cuda, "Stream"):
+        monkeypatch.setattr(owner, name, Stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    model = make(family)
+    batch = prompt(model, samples_for(family))
+    compare(model, PLANS["visual deeper"],
+            lambda model: generated(model, batch, cache_implementation="offloaded"))
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma3"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_prompt_several_windows_long(make, family, attention):
@@ -308,6 +334,69 @@ def test_flex_attention(make, monkeypatch, family, name):
 
 def uncompiled_flex(query, key, value, training=False, **settings):
     return flex_attention(query, key, value, **settings)
+
+
+def flash(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
+    """Flash attention's contract in plain torch: causal from the lower right corner, a window, padding in two
+    dimensions; no mask of any other shape."""
+    assert attention_mask is None or attention_mask.ndim == 2
+    last = torch.arange(query.shape[2])[:, None] + key.shape[2] - query.shape[2]
+    columns = torch.arange(key.shape[2])[None]
+    seen = columns <= last
+    if sliding_window is not None:
+        seen = seen & (columns > last - sliding_window)
+    seen = seen[None, None]
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None, -key.shape[2]:].bool()
+    groups = query.shape[1] // key.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), attn_mask=seen, scale=scaling)
+    return out.nan_to_num().transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def flash_model(make):
+    """Models whose text decoder calls `flash` where it would call the kernel."""
+    models, kernel = [], ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+
+    def made(family):
+        models.append(make(family))
+        models[-1].config.get_text_config()._attn_implementation = "flash_attention_2"
+        return models[-1]
+
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", flash)
+    yield made
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", kernel)
+    for model in models:
+        model.config.get_text_config()._attn_implementation = "sdpa"
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3_text", "llama", "qwen3"])
+@pytest.mark.parametrize("tail", [1, 5])
+def test_flash_attention_as_its_contract_says(flash_model, family, tail):
+    model = flash_model(family)
+    batch = prompt(model, samples_for(family))
+    compare(model, PLANS["not contiguous"], lambda model: generated(model, batch), tail=tail)
+    popvlm.restore(model)
+    turns = [batch["input_ids"], prompt(model, [[9], [12], [5]], seed=4)["input_ids"]]
+    if family != "qwen3_vl":
+        compare(model, PLANS["last third"], lambda model: further_turn(model, *turns), tail=tail)
+
+
+def further_turn(model, first, then):
+    cache = DynamicCache(config=model.config)
+    first = generated(model, {"input_ids": first, "attention_mask": first > 0}, **{cache_argument(): cache})
+    ids = torch.cat((first.sequences, then.clamp(min=1)), 1)
+    return generated(model, {"input_ids": ids, "attention_mask": ids > 0}, **{cache_argument(): cache_of(first)})
+
+
+def test_flash_attention_on_a_plan_that_it_cannot_serve(flash_model):
+    model = flash_model("qwen3_vl")
+    batch = prompt(model, MIXED)
+    full = model(**batch, logits_to_keep=1).logits
+    popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, **PLANS["visual deeper"]))
+    with pytest.warns(UserWarning, match="flash_attention_2 cannot serve a plan in which .*attn_implementation='sdpa'"):
+        assert torch.equal(model(**batch, logits_to_keep=1).logits, full)
 
 
 @pytest.mark.slow
