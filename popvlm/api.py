@@ -84,7 +84,11 @@ def restore(model: Model) -> Model:
 
 @contextmanager
 def full_prefill(model: Model) -> Iterator[Model]:
-    """Runs the full model inside the block, in this thread and in threads started there; others keep the plan."""
+    """Runs the full model inside the block, in this thread and in threads started there; others keep the plan.
+
+    It holds back the plan that is on the model, and one that replaces it inside; a plan put on a model that had none
+    is in force at once.
+    """
     replacement = prefill.pruned(_unwrap(model))
     if replacement is None:
         yield model
@@ -94,8 +98,16 @@ def full_prefill(model: Model) -> Iterator[Model]:
 
 
 def _unwrap(model: Any) -> Any:
-    """The transformers model inside a PEFT model; anything else as it is."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    """The transformers model inside what PEFT, torch.compile or data parallelism put around it."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
 
 
 def _check_processor(processor: Any, model: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from popvlm.plan import KINDS, Kind
+from popvlm.plan import KINDS, Kind, PruningPlan
 
 
 class Suffix:
@@ -69,6 +69,8 @@ class Gather:
         return x
 
     def splice(self, context: Tensor, active: Tensor) -> Tensor:
+        if context.requires_grad:  # what made it may need it as it is, to go backward
+            context = context.clone()
         self.put(context.transpose(1, 2), active.transpose(1, 2))
         return context
 
@@ -87,6 +89,7 @@ class Positions:
     """The answer, visual and text positions of one forward call of `B` samples and `T` positions.
 
     Args:
+        plan: the plan that the call runs under; only its own layers heed these positions.
         shape: `(B, T)`.
         answers: the answer positions: the last `answers` of each sample, or a mask `[B, T]`. The last position is
             always one.
@@ -95,8 +98,9 @@ class Positions:
         most: with a mask, the most answer positions that a sample has, where that is known without asking the device.
     """
 
-    def __init__(self, shape: tuple[int, int], answers: int | Tensor, visual: Tensor | None, in_place: bool,
-                 most: int | None = None) -> None:
+    def __init__(self, plan: PruningPlan, shape: tuple[int, int], answers: int | Tensor, visual: Tensor | None,
+                 in_place: bool, most: int | None = None) -> None:
+        self.plan = plan
         self.shape = shape
         self.answers = answers
         self.visual = visual

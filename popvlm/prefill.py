@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from popvlm.decoders import Family
 from popvlm.plan import KINDS, Kind, PruningPlan
@@ -33,6 +34,7 @@ class PrunedModel:
         self.module: Any = model
         self.plan = plan
         self.previous: Callable[..., Any] | None = None
+        self.on = True
         self.layers: list[PrunedLayer] = []
         self.parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self.visual_token_ids = family.visual_token_ids(self.module.config)
@@ -61,7 +63,7 @@ class PrunedModel:
     def positions(self, call: dict[str, Any]) -> Positions | None:
         """The positions of a call with these arguments; None where it runs in full."""
         keep = call.get("logits_to_keep", 0)
-        if call.get("labels") is not None:
+        if not self.on or call.get("labels") is not None:
             return None
         tokens = call.get("input_ids")
         if tokens is None:
@@ -82,8 +84,9 @@ class PrunedModel:
         if reason := self._unservable(call):
             self._say(f"{reason}; this call runs the full model")
             return None
-        in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self._asked(call, "hidden_states"))
-        positions = Positions((batch, length), answers, self._visual(call, length), in_place, most)
+        in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self._asked(call, "hidden_states")
+                        or self._watched())
+        positions = Positions(self.plan, (batch, length), answers, self._visual(call, length), in_place, most)
         if self._attention not in MASKED and any(isinstance(positions.active(layer.skipping), Gather)
                                                  for layer in self.layers):
             self._say(f"{self._attention} cannot serve a plan in which visual and text positions differ; this call "
@@ -107,10 +110,29 @@ class PrunedModel:
                 return f"output_{output} asks for every position of every layer, and a pruned prefill skips some"
         if call.get("cu_seq_lens_q") is not None:
             return "the call packs several sequences into one, whose prompts have no common end"
+        if self.module.training and torch.is_grad_enabled() and any(
+                getattr(layer.module, "gradient_checkpointing", False) for layer in self.layers):
+            return "gradient checkpointing runs each layer twice and without its cache"
+        adapters = getattr(self.module, "peft_config", None) or {}
+        if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+            return "an activated LoRA counts positions from the end of the prompt that each projection sees"
         attention = self._attention
         if attention not in MASKED and not attention.startswith("flash_attention"):
             return f"popvlm does not know how the attention implementation {attention!r} masks"
         return ""
+
+    def _watched(self) -> bool:
+        """Whether a hook in a pruned layer may keep the states that go by.
+
+        transformers' own hooks stay after the first call that asked for hidden states, and keep them in such calls
+        only.
+        """
+        hooks = [*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()]
+        for layer in self.layers:
+            for module in layer.module.modules():
+                hooks += module._forward_hooks.values()
+                hooks += module._forward_pre_hooks.values()
+        return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
 
     def _say(self, sentence: str) -> None:
         if sentence not in self.said:
@@ -127,7 +149,8 @@ class PrunedModel:
             return torch.stack([ids == token for token in self.visual_token_ids]).any(0)
         for name in "mm_token_type_ids", "token_type_ids":
             if call.get(name) is not None:
-                return call[name][:, -length:] > 0
+                types = call[name][:, -length:] > 0
+                return F.pad(types, (length - types.shape[1], 0))  # soft prompts in front of it have no type
         embeds = call["inputs_embeds"]
         embed = self.module.get_input_embeddings()
         # As the model itself finds the placeholders that image features replace.
@@ -145,7 +168,9 @@ class PrunedLayer:
 
     def __init__(self, layer: nn.Module, index: int, plan: PruningPlan, family: Family) -> None:
         self.module: Any = layer
+        self.plan = plan
         self.previous: Callable[..., Any] | None = None
+        self.on = True
         self.skipping = plan.skips(index)
         self.apply_rotary_pos_emb = family.apply_rotary_pos_emb
         self.position_embeddings = family.position_embeddings
@@ -154,11 +179,14 @@ class PrunedLayer:
             for kind in self.skipping} if plan.fitted is not None else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        positions: Positions | None = kwargs.pop(POSITIONS, None)
-        active = None if positions is None else positions.active(self.skipping)
-        if positions is None or active is None:
+        positions: Positions | None = kwargs.get(POSITIONS)
+        if positions is None or positions.plan is not self.plan or not self.on:
+            return _untouched(self, *args, **kwargs)
+        active = positions.active(self.skipping)
+        if active is None:
             return _untouched(self, *args, **kwargs)
         (hidden,) = args
+        del kwargs[POSITIONS]
         rotary = self.position_embeddings(self.module, kwargs)
         keys, values = self.keys_values(active.context(hidden), rotary, active, positions)
         name = "cache" if "cache" in kwargs else "past_key_values"  # renamed in transformers 5
@@ -207,17 +235,19 @@ class PrunedLayer:
         for kind in KINDS:
             if kind in self.skipping:
                 index = positions.context(kind, hidden.device)
-                weight, bias = self._fitted(kind, hidden)
-                if raw is None:  # zeros, not memory as found: no row is left out, but active rows are spliced over
-                    raw = scaled.new_zeros(*hidden.shape[:2], weight.shape[0])
-                raw[index] = F.linear(scaled[index], weight, bias)
+                made = F.linear(scaled[index], *self._fitted(kind, hidden))
+                if raw is None:
+                    raw = made.new_zeros(*hidden.shape[:2], made.shape[-1])
+                raw[index] = made
         assert raw is not None
         return raw
 
     def _fitted(self, kind: Kind, like: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = self.fitted[kind]
         if weight.device != like.device or weight.dtype != like.dtype:
-            weight, bias = self.fitted[kind] = weight.to(like), bias.to(like)
+            with torch.inference_mode(False):  # kept for later calls, which may want gradients
+                weight, bias = (part.to(like.device, like.dtype) for part in (weight, bias))
+            self.fitted[kind] = weight, bias
         return weight, bias
 
     def put_back(self, hidden: Tensor, active_states: Tensor, active: Suffix | Gather, positions: Positions) -> Tensor:
@@ -225,10 +255,10 @@ class PrunedLayer:
 
         The prompt's states are copied once, by the first pruned layer of a run; those after it write in place.
         """
-        if hidden is not positions.owned or _watched(self.module):
+        if hidden is not positions.owned:
             hidden = hidden.clone()
         active.put(hidden, active_states)
-        positions.owned = hidden if positions.in_place and not _watched(self.module) else None
+        positions.owned = hidden if positions.in_place else None
         return hidden
 
 
@@ -261,8 +291,10 @@ _MARK = "_popvlm"
 
 def prune(model: nn.Module, plan: PruningPlan, family: Family) -> None:
     """Puts `plan` on `model`, in place of any plan that is on it."""
-    unprune(model)
+    before = unprune(model)
     replacement = PrunedModel(model, plan, family)
+    if before is not None:
+        replacement.full = before.full  # a `full_prefill` that is open stays open
     for index, layer in enumerate(family.text_model(model).layers):
         if plan.skips(index):
             replacement.layers.append(PrunedLayer(layer, index, plan, family))
@@ -271,18 +303,20 @@ def prune(model: nn.Module, plan: PruningPlan, family: Family) -> None:
     model.__dict__[_MARK] = replacement
 
 
-def unprune(model: nn.Module) -> None:
-    """Takes the plan off `model`, if one is on it."""
+def unprune(model: nn.Module) -> PrunedModel | None:
+    """Takes the plan off `model`, if one is on it, and returns what stood in for its forward."""
     replacement = pruned(model)
     if replacement is not None:
         for part in replacement.parts():
             _take(part)
         del model.__dict__[_MARK]
+    return replacement
 
 
 def pruned(model: nn.Module) -> PrunedModel | None:
     """What stands in for the forward of `model`, if a plan is on it."""
-    return model.__dict__.get(_MARK)
+    replacement = model.__dict__.get(_MARK)
+    return replacement if replacement is not None and replacement.module is model else None  # not a shallow copy's
 
 
 @contextmanager
@@ -305,15 +339,21 @@ def _put(part: PrunedModel | PrunedLayer) -> None:
 
 
 def _take(part: PrunedModel | PrunedLayer) -> None:
+    part.on = False  # for whoever wrapped it since, and still calls it
     state = part.module.__dict__
     for slot in "forward", "_old_forward":
-        if state.get(slot) is part:
+        found = state.get(slot)
+        if found is part:
             if part.previous is not None:
                 state[slot] = part.previous
             elif slot == "_old_forward":
                 state[slot] = type(part.module).forward.__get__(part.module)
             else:
                 del state[slot]
+        while isinstance(found, (PrunedModel, PrunedLayer)):  # another model's, where two share the layer
+            if found.previous is part:
+                found.previous = part.previous
+            found = found.previous
 
 
 def _untouched(part: PrunedModel | PrunedLayer, *args: Any, **kwargs: Any) -> Any:
@@ -324,22 +364,13 @@ def _untouched(part: PrunedModel | PrunedLayer, *args: Any, **kwargs: Any) -> An
     return type(part.module).forward(part.module, *args, **kwargs)
 
 
-def _watched(layer: Any) -> bool:
-    """Whether a hook may keep what goes into the layer or comes out of it.
-
-    transformers' own hooks stay after the first call that asked for hidden states, and keep them in such calls only.
-    """
-    hooks = *layer._forward_hooks.values(), *layer._forward_pre_hooks.values()
-    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
-
-
 def _answer_mask(keep: Tensor, batch: int, length: int, tail: int) -> tuple[Tensor, int | None]:
     """The mask `[B, T]` of the positions that `logits_to_keep` names, and the most that a sample can have of them."""
     most: int | None
     if keep.dtype == torch.bool:
-        mask, most = keep.view(-1, length).expand(batch, -1).clone(), None
+        mask, most = (keep if keep.ndim == 2 else keep[None]).expand(batch, -1).clone(), None
     else:
-        index = keep.view(-1, keep.shape[-1] if keep.ndim else 1).expand(batch, -1) % length
+        index = (keep if keep.ndim == 2 else keep.reshape(1, -1)).expand(batch, -1).long() % length
         most = min(index.shape[1] + tail, length)
         mask = torch.zeros(batch, length, dtype=torch.bool, device=keep.device).scatter_(1, index, True)
     mask[:, -tail:] = True

@@ -277,3 +277,132 @@ def test_a_failed_call_leaves_the_next_one_right():
         logits(model, batch)
     handle.remove()
     assert torch.equal(logits(model, batch), want)
+
+
+@pytest.mark.parametrize("wrap", ["compile", "function"])
+def test_a_plan_taken_off_is_off_also_where_the_forward_was_wrapped_since(wrap):
+    model = build("llama")
+    batch = prompt(model, [[20]])
+    full = logits(model, batch)
+    popvlm.accelerate(None, model, ratio=0.5)
+    inner = model.forward
+
+    def outer(*args, **call):
+        return inner(*args, **call)
+
+    model.forward = torch.compile(inner, backend="eager") if wrap == "compile" else outer
+    popvlm.restore(model)
+    torch.testing.assert_close(logits(model, batch), full)
+    for ratio in 0.3, 0.6:
+        want = logits(popvlm.accelerate(None, build("llama"), ratio=ratio), batch)
+        popvlm.accelerate(None, model, ratio=ratio)
+        torch.testing.assert_close(logits(model, batch), want)
+        with popvlm.full_prefill(model):
+            torch.testing.assert_close(logits(model, batch), full)
+
+
+def test_through_what_compiles_or_parallelises_the_model():
+    model = build("llama")
+    batch = prompt(model, [[20]])
+    full = logits(model, batch)
+    for outer in torch.compile(model, backend="eager"), torch.nn.DataParallel(model):
+        assert popvlm.accelerate(None, outer, ratio=0.5) is outer
+        assert popvlm.plan_of(outer) == popvlm.plan_of(model) == PruningPlan.last(LAYERS, 0.5)
+        with popvlm.full_prefill(outer):
+            torch.testing.assert_close(logits(outer, batch), full)
+        popvlm.restore(outer)
+        assert popvlm.plan_of(model) is None
+
+
+def test_two_models_that_share_their_layers():
+    first = build("llama")
+    second = type(first)(first.config).eval()
+    second.model, second.lm_head = first.model, first.lm_head
+    batch = prompt(first, [[20]])
+    full = logits(first, batch)
+    plans = PruningPlan.from_layers(LAYERS, {4, 5}), PruningPlan.from_layers(LAYERS, {1, 4})
+    wants = []
+    for plan in plans:
+        wants.append(logits(popvlm.accelerate(None, first, plan=plan), batch))
+        popvlm.restore(first)
+    for plan, model in zip(plans, (first, second)):
+        popvlm.accelerate(None, model, plan=plan)
+    assert torch.equal(logits(first, batch), wants[0])
+    assert torch.equal(logits(second, batch), wants[1])
+    popvlm.restore(first)
+    assert torch.equal(logits(first, batch), full)
+    assert torch.equal(logits(second, batch), wants[1])
+    popvlm.restore(second)
+    assert torch.equal(logits(second, batch), full)
+    assert not traces(first)
+
+
+def test_a_plan_replaced_inside_full_prefill_waits_for_its_end():
+    model = build("llama")
+    batch = prompt(model, [[20]])
+    full = logits(model, batch)
+    popvlm.accelerate(None, model, ratio=0.5)
+    with popvlm.full_prefill(model):
+        popvlm.accelerate(None, model, ratio=0.3)
+        assert torch.equal(logits(model, batch), full)
+    assert not torch.equal(logits(model, batch), full)
+
+
+def test_fitted_projections_first_used_in_inference_mode():
+    model = build("llama")
+    batch = prompt(model, [[20]])
+    fitted = fitted_for(model, set(), {4, 5})
+    popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, set(), {4, 5}, fitted=fitted))
+    model.bfloat16()
+    with torch.inference_mode():
+        want = logits(model, batch)
+    with torch.enable_grad():
+        got = logits(model, batch)
+        got.sum().backward()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+def test_gradient_checkpointing_runs_in_full(family):
+    model = build(family)
+    batch = prompt(model, samples_for(family))
+    full = logits(model, batch)
+    popvlm.accelerate(None, model, ratio=0.5)
+    model.gradient_checkpointing_enable()
+    model.train()
+    with torch.enable_grad(), pytest.warns(UserWarning, match="gradient checkpointing runs each layer twice"):
+        got = logits(model, batch)
+        got.sum().backward()
+    torch.testing.assert_close(got, full)
+    pruned = logits(model, batch)  # without gradients there is nothing to checkpoint
+    assert not torch.allclose(pruned, full)
+
+
+def test_an_activated_lora_runs_in_full():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False,
+        alora_invocation_tokens=[5, 6])).eval()
+    ids = prompt(model.get_base_model(), [[20]])["input_ids"]
+    ids[0, -4:-2] = torch.tensor([5, 6])
+    full = model(input_ids=ids, logits_to_keep=1).logits
+    popvlm.accelerate(None, model, plan="lossless")
+    with pytest.warns(UserWarning, match="activated LoRA"):
+        assert torch.equal(model(input_ids=ids, logits_to_keep=1).logits, full)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+def test_soft_prompts(family):
+    peft = pytest.importorskip("peft")
+    inner = build(family)
+    batch = prompt(inner, [[20]])
+    inner.config.vocab_size = inner.config.get_text_config().vocab_size
+    inner.config.hidden_size = inner.config.get_text_config().hidden_size
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, num_layers=LAYERS, token_dim=64,
+                                       num_attention_heads=4)
+    model = peft.get_peft_model(inner, settings).eval()
+    types = torch.zeros(1, 5 + batch["input_ids"].shape[1])
+    with oracle(inner, {2, 3, 4, 5}, {5}, types=types):
+        want = logits(model, batch)
+    popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, {2, 3, 4, 5}, {5}))
+    close(logits(model, batch), want, 1e-4)

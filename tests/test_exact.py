@@ -188,21 +188,24 @@ def test_gradients_with_labels_are_bit_for_bit_the_full_models(make):
     assert torch.equal(*gradients)
 
 
-def test_gradients_through_a_pruned_call_equal_the_oracles(make):
+@pytest.mark.parametrize("kv", ["own", "fitted"])
+def test_gradients_through_a_pruned_call_equal_the_oracles(make, kv):
     model, layers = make("gemma3"), PLANS["visual deeper"]
     batch = prompt(model, MIXED)
+    fitted = fitted_for(model, **layers) if kv == "fitted" else None
     gradients = []
     for pruned in False, True:
         if pruned:
-            popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, **layers))
+            popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, **layers, fitted=fitted))
         with torch.enable_grad():
             model.zero_grad()
             if pruned:
                 model(**batch, logits_to_keep=1).logits.square().sum().backward()
             else:
-                with oracle(model, **layers):
+                with oracle(model, **layers, fitted=fitted):
                     model(**batch, logits_to_keep=1).logits.square().sum().backward()
-        gradients.append([part.grad.clone() for part in text_model(model).layers.parameters()])
+        gradients.append([torch.zeros(()) if part.grad is None else part.grad.clone()
+                          for part in text_model(model).layers.parameters()])
     for ours, theirs in zip(*gradients):
         close(ours, theirs, 1e-3)
 
@@ -210,6 +213,7 @@ def test_gradients_through_a_pruned_call_equal_the_oracles(make):
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llama"])
 @pytest.mark.parametrize("name", ["last third", "visual deeper"])
 @pytest.mark.parametrize("keep", [3, torch.tensor([4, -1]), torch.tensor([2, 7, 7, 5]), torch.tensor(6),
+                                  torch.tensor([3, 8], dtype=torch.int32), torch.tensor([], dtype=torch.long),
                                   "per sample", "boolean"], ids=str)
 def test_logits_to_keep_names_the_answer_positions(make, family, name, keep):
     model, layers = make(family), PLANS[name]
@@ -269,6 +273,42 @@ def test_a_users_hooks_see_states_that_do_not_change_later(make):
         handle.remove()
     for index, states in seen.items():
         assert torch.equal(states, kept[index])
+
+
+@pytest.mark.parametrize("where", ["inside a layer", "everywhere"])
+def test_hooks_inside_a_layer_or_on_every_module_see_states_that_do_not_change_later(make, where):
+    model = make("llama")
+    batch = prompt(model, TEXT)
+    popvlm.accelerate(None, model, ratio=0.9)
+    seen = []
+
+    def watch(module, args, output=None):
+        seen.extend((state, state.clone()) for state in (*args, output) if isinstance(state, torch.Tensor))
+
+    if where == "everywhere":
+        handles = [torch.nn.modules.module.register_module_forward_hook(watch)]
+    else:
+        handles = [layer.input_layernorm.register_forward_pre_hook(watch) for layer in text_model(model).layers]
+    model(**batch, logits_to_keep=1)
+    for handle in handles:
+        handle.remove()
+    assert seen
+    assert all(torch.equal(*pair) for pair in seen)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llama"])
+@pytest.mark.parametrize("kv", ["own", "fitted"])
+@pytest.mark.parametrize("name", ["last third", "visual deeper"])
+def test_autocast(make, family, kv, name):
+    model, layers = make(family), PLANS[name]
+    batch = prompt(model, samples_for(family))
+    fitted = fitted_for(model, **layers) if kv == "fitted" else None
+    with torch.autocast("cpu", torch.bfloat16):
+        with oracle(model, **layers, fitted=fitted):
+            want = model(**batch, logits_to_keep=1).logits
+        popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, **layers, fitted=fitted))
+        got = model(**batch, logits_to_keep=1).logits
+    assert (got - want).abs().max() < 0.1 * want.abs().max()
 
 
 def test_inputs_are_not_written_to(make):
