@@ -8,6 +8,10 @@ OLDEST := .venv-oldest
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
@@ -16,16 +20,16 @@ demo: .venv/installed
 	test -f build/random-qwen3-vl/config.json || $(BIN)/python examples/random_qwen3_vl.py build/random-qwen3-vl
 	$(BIN)/python examples/ask_an_image.py build/random-qwen3-vl examples/images/chart.png "Which day sold the most?"
 
-test: .venv/installed check oldest
+test: check oldest
 	$(BIN)/python -m pytest -n 2 tests
 	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" tests
 
-check: .venv/installed
+check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 # The oldest supported transformers over the same torch and everything else.
-oldest: .venv/installed
+oldest: .venv/installed-dev
 	test -x $(OLDEST)/bin/python || $(BIN)/python -m venv $(OLDEST)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > $$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/newest.pth

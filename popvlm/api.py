@@ -71,14 +71,23 @@ def accelerate(processor: Any, model: Model, *, ratio: float | None = None,
 
 
 def plan_of(model: nn.Module) -> PruningPlan | None:
-    """The plan in force, or None."""
-    replacement = prefill.pruned(_unwrap(model))
+    """The plan on the model, also while `full_prefill` holds it back; None if there is none.
+
+    Raises:
+        UnsupportedModel: this is no model that popvlm prunes (a part of one, or its processor, say).
+    """
+    replacement = _pruned(model)
     return replacement.plan if replacement else None
 
 
 def restore(model: Model) -> Model:
-    """Takes the plan off: the model is as it was before `accelerate`. Returns the same model object."""
-    prefill.unprune(_unwrap(model))
+    """Takes the plan off: the model is as it was before `accelerate`. Returns the same model object.
+
+    Raises:
+        UnsupportedModel: this is no model that popvlm prunes.
+    """
+    if replacement := _pruned(model):
+        prefill.unprune(replacement.module)
     return model
 
 
@@ -86,15 +95,26 @@ def restore(model: Model) -> Model:
 def full_prefill(model: Model) -> Iterator[Model]:
     """Runs the full model inside the block, in this thread and in threads started there; others keep the plan.
 
+    A thread that streams is in full while the block is open, so read its stream, or join it, inside.
+
     It holds back the plan that is on the model, and one that replaces it inside; a plan put on a model that had none
     is in force at once.
+
+    Raises:
+        UnsupportedModel: this is no model that popvlm prunes.
     """
-    replacement = prefill.pruned(_unwrap(model))
+    replacement = _pruned(model)
     if replacement is None:
         yield model
     else:
         with prefill.full(replacement):
             yield model
+
+
+def _pruned(model: Any) -> prefill.PrunedModel | None:
+    inner = _unwrap(model)
+    family_of(inner)
+    return prefill.pruned(inner)
 
 
 def _unwrap(model: Any) -> Any:

@@ -73,11 +73,16 @@ class PruningPlan:
     def __post_init__(self) -> None:
         if not _is_int(self.num_layers) or self.num_layers < 1:
             raise PlanError(f"num_layers is {self.num_layers!r}; give the model's number of decoder layers, at least 1")
+        if not isinstance(self.fingerprint, (Fingerprint, type(None))):
+            raise PlanError(f"fingerprint is {self.fingerprint!r}; give a Fingerprint, or leave it out: accelerate "
+                            "fills it in")
         for kind in KINDS:
             object.__setattr__(self, kind, _layer_set(getattr(self, kind), kind, self.num_layers))
         if not _is_int(self.tail) or self.tail < 1:
             raise PlanError(f"tail is {self.tail!r}; the last prompt position must run in full, so give 1 or more")
         if self.fitted is not None:
+            if not isinstance(self.fitted, Mapping):
+                raise PlanError(f"fitted is a {type(self.fitted).__name__}; give a mapping from names to tensors")
             object.__setattr__(self, "fitted", dict(self.fitted))
             _check_fitted(self)
 
@@ -133,12 +138,18 @@ class PruningPlan:
                                 "fit the plan on this model")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; fitted projections go into a safetensors file of the same name beside it.
+        """Writes the plan as JSON; fitted projections go beside it, into a file of its name and `.safetensors`.
 
-        Each file appears whole or not at all.
+        Makes the folder if there is none. Each file appears whole or not at all.
+
+        Raises:
+            PlanError: there is a folder at `path`.
         """
         path = Path(path)
+        if path.is_dir():
+            raise PlanError(f"{path} is a folder; give the path of a file, such as {path / 'plan.json'}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.safetensors")
         record: dict[str, Any] = {
             "format": FORMAT,
             "num_layers": self.num_layers,
@@ -150,13 +161,14 @@ class PruningPlan:
             "source": self.source,
         }
         if self.fitted is not None:
-            beside = path.with_suffix(".safetensors")
             tensors = {name: tensor.contiguous().cpu() for name, tensor in self.fitted.items()}
             with _replacing(beside) as temporary:
                 save_file(tensors, temporary)
             record |= {"fitted_file": beside.name, "fitted_sha256": _sha256(beside)}
         with _replacing(path) as temporary:
             temporary.write_text(json.dumps(record, indent=1) + "\n")
+        if self.fitted is None:
+            beside.unlink(missing_ok=True)  # of the plan that was here
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PruningPlan:
@@ -170,7 +182,7 @@ class PruningPlan:
             record = json.loads(path.read_text())
         except OSError as error:
             raise PlanError(f"there is no plan to read at {path} ({error.strerror}); give the path of one that "
-                            "PruningPlan.save wrote") from error
+                            "PruningPlan.save wrote (to accelerate also 'lossless' or 'last-third')") from error
         except ValueError as error:
             raise PlanError(f"{path} is not a plan: it is damaged or not JSON ({error}); save it again") from error
         if not isinstance(record, dict) or not _is_int(record.get("format")):
@@ -223,8 +235,9 @@ def _layer_set(layers: Iterable[int], name: str, num_layers: int) -> frozenset[i
         found = frozenset(layers)
     except TypeError as error:
         raise PlanError(f"{name} is {layers!r}; give a set of layer indices") from error
-    if not all(_is_int(layer) for layer in found):
-        raise PlanError(f"{name} has something that is no layer index; give whole numbers from 0 to {num_layers - 1}")
+    if odd := [layer for layer in found if not _is_int(layer)]:
+        raise PlanError(f"{name} has {odd[0]!r}, which is no layer index; give whole numbers from 0 to "
+                        f"{num_layers - 1}")
     if wrong := sorted(layer for layer in found if not 0 <= layer < num_layers):
         raise PlanError(f"{name} names layers {wrong}, and the model has layers 0 to {num_layers - 1}; "
                         "leave those out")
@@ -233,16 +246,24 @@ def _layer_set(layers: Iterable[int], name: str, num_layers: int) -> frozenset[i
 
 def _check_fitted(plan: PruningPlan) -> None:
     assert plan.fitted is not None
+    wanted: set[str] = set()
     for kind in KINDS:
         for layer in getattr(plan, kind):
             names = f"{kind}.{layer}.weight", f"{kind}.{layer}.bias"
+            wanted.update(names)
             if missing := [name for name in names if name not in plan.fitted]:
                 raise PlanError(f"{kind} positions skip layer {layer} and the fitted projections have no {missing[0]}; "
                                 "fit that layer too, or leave it out")
             weight, bias = (plan.fitted[name] for name in names)
-            if weight.ndim != 2 or bias.shape != weight.shape[:1]:
+            if not (isinstance(weight, Tensor) and isinstance(bias, Tensor)):
+                raise PlanError(f"{names[0]} and its bias must be tensors; give torch tensors")
+            if weight.ndim != 2 or bias.shape != weight.shape[:1] or len(bias) % 2:
                 raise PlanError(f"{names[0]} has shape {list(weight.shape)} and its bias {list(bias.shape)}; "
                                 "they must be [2GK, D] and [2GK]")
+            if not (weight.isfinite().all() and bias.isfinite().all()):
+                raise PlanError(f"{names[0]} or its bias has values that are no finite numbers; fit it again")
+    if extra := sorted(plan.fitted.keys() - wanted):
+        raise PlanError(f"the fitted projections have {extra[0]}, and no such position skips that layer; leave it out")
 
 
 def _load_fitted(path: Path, record: dict[str, Any]) -> dict[str, Tensor]:
@@ -276,9 +297,10 @@ class _replacing:
         return self.temporary
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            os.replace(self.temporary, self.path)
-        else:
+        try:
+            if kind is None:
+                os.replace(self.temporary, self.path)
+        finally:
             self.temporary.unlink(missing_ok=True)
 
 

@@ -63,7 +63,7 @@ class PrunedModel:
     def positions(self, call: dict[str, Any]) -> Positions | None:
         """The positions of a call with these arguments; None where it runs in full."""
         keep = call.get("logits_to_keep", 0)
-        if not self.on or call.get("labels") is not None:
+        if not self.on or not self.layers or call.get("labels") is not None:
             return None
         tokens = call.get("input_ids")
         if tokens is None:

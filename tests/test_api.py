@@ -153,3 +153,13 @@ def test_fitted_tensors_for_a_kind_that_the_model_has_not(make):
     full = model(**batch, logits_to_keep=1).logits
     popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, visual={3, 4}, fitted=fitted_for(model, {3, 4}, set())))
     assert torch.equal(model(**batch, logits_to_keep=1).logits, full)
+
+
+@pytest.mark.parametrize("wrong", [None, "a name", "inner"])
+def test_the_wrong_object_is_told_rather_than_passed_over(make, wrong):
+    model = make("qwen3_vl")
+    popvlm.accelerate(None, model)
+    thing = model.model if wrong == "inner" else wrong
+    for call in popvlm.plan_of, popvlm.restore, lambda thing: popvlm.full_prefill(thing).__enter__():
+        with pytest.raises(UnsupportedModel, match="does not know"):
+            call(thing)

@@ -55,7 +55,15 @@ def test_a_person_can_read_it(plan, text):
     (lambda: PruningPlan(12.5), "num_layers is 12.5"),
     (lambda: PruningPlan(12, visual={12}), r"visual names layers \[12\], and the model has layers 0 to 11"),
     (lambda: PruningPlan(12, text={-1}), r"text names layers \[-1\]"),
-    (lambda: PruningPlan(12, text={1.5}), "text has something that is no layer index"),
+    (lambda: PruningPlan(12, text={1.5}), "text has 1.5, which is no layer index"),
+    (lambda: PruningPlan(12, fingerprint="x"), "fingerprint is 'x'; give a Fingerprint"),
+    (lambda: PruningPlan(12, fitted=3), "fitted is a int; give a mapping"),
+    (lambda: PruningPlan(12, {3}, fitted={"visual.3.weight": "x", "visual.3.bias": "y"}), "must be tensors"),
+    (lambda: PruningPlan(12, {3}, fitted={"visual.3.weight": torch.full((4, 8), torch.nan),
+                                          "visual.3.bias": torch.zeros(4)}), "no finite numbers; fit it again"),
+    (lambda: PruningPlan(12, {3}, fitted={"visual.3.weight": torch.zeros(5, 8), "visual.3.bias": torch.zeros(5)}),
+     r"must be \[2GK, D\]"),
+    (lambda: PruningPlan(12, fitted={"text.1.bias": torch.zeros(4)}), "have text.1.bias, and no such position skips"),
     (lambda: PruningPlan(12, text={True}), "no layer index"),
     (lambda: PruningPlan(12, visual=3), "visual is 3; give a set"),
     (lambda: PruningPlan.from_layers(12, [40]), r"layers names layers \[40\]"),
@@ -85,7 +93,7 @@ def test_saved_and_loaded(tmp_path, kv):
     assert again == plan
     assert (again.fingerprint, again.source, again.kv) == (plan.fingerprint, plan.source, kv)
     names = {path.name for path in (tmp_path / "deep").iterdir()}
-    assert names == ({"plan.json"} if kv == "own" else {"plan.json", "plan.safetensors"})
+    assert names == ({"plan.json"} if kv == "own" else {"plan.json", "plan.json.safetensors"})
     other = PruningPlan(LAYERS, {3, 5}, {5}, fitted=fitted_for(None, {3, 5}, {5}, seed=6))
     assert plan != other
 
@@ -115,7 +123,7 @@ def damaged(path, record):
     yield "names layers", lambda: path.write_text(json.dumps(record | {"visual": [99]}))
     yield "give a set", lambda: path.write_text(json.dumps(record | {"visual": 7}))
     yield "kv is 'other'", lambda: path.write_text(json.dumps(record | {"kv": "other"}))
-    tensors = path.with_suffix(".safetensors")
+    tensors = path.with_name("plan.json.safetensors")
     yield "not beside it", tensors.unlink
     yield "damaged or another plan's", lambda: tensors.write_bytes(tensors.read_bytes()[:-8])
     yield "not beside it", lambda: path.write_text(json.dumps(record | {"fitted_file": "../../elsewhere"}))
@@ -131,3 +139,20 @@ def test_a_bad_file_is_told_in_a_sentence(tmp_path, case):
         PruningPlan.load(path)
     assert "\n" not in str(told.value)
     assert str(path) in str(told.value)
+
+
+def test_plans_beside_one_another_keep_their_own_tensors(tmp_path):
+    first, second = (PruningPlan(LAYERS, {5}, fitted=fitted_for(None, {5}, set(), seed=seed)) for seed in (1, 2))
+    for name in "plan.a", "plan.b", "plan", "plan.safetensors":
+        first.save(tmp_path / name)
+        second.save(tmp_path / f"{name}2")
+        assert PruningPlan.load(tmp_path / name) == first
+    first.save(tmp_path / "over.json")
+    PruningPlan(LAYERS).save(tmp_path / "over.json")
+    assert not (tmp_path / "over.json.safetensors").exists()
+
+
+def test_a_folder_where_a_file_is_wanted(tmp_path):
+    with pytest.raises(PlanError, match=r"is a folder; give the path of a file, such as .*plan\.json"):
+        PruningPlan(4).save(tmp_path)
+    assert not list(tmp_path.iterdir())
