@@ -48,25 +48,25 @@ def accelerate(processor: Any, model: Model, *, ratio: float | None = None,
     """
     inner = _unwrap(model)
     family = family_of(inner)
-    print_ = fingerprint(inner)
+    this_model = fingerprint(inner)
     if getattr(inner.config.get_text_config(), "use_bidirectional_attention", None) is True:
         raise UnsupportedModel(f"{type(inner).__name__} is configured for bidirectional attention, in which every "
                                "position is read by those before it; prefill-only pruning needs a causal decoder")
     if ratio is not None and plan is not None:
         raise PlanError("give either ratio or plan, not both")
     if plan is None or plan == "last-third":
-        chosen = PruningPlan.last(print_.num_layers, 1 / 3 if ratio is None else ratio)
+        chosen = PruningPlan.last(this_model.num_layers, 1 / 3 if ratio is None else ratio)
     elif plan == "lossless":
-        chosen = PruningPlan.lossless(print_.num_layers)
+        chosen = PruningPlan.lossless(this_model.num_layers)
     elif isinstance(plan, PruningPlan):
         chosen = plan
     elif isinstance(plan, (str, os.PathLike)):
         chosen = PruningPlan.load(plan)
     else:
         raise PlanError(f"plan is {plan!r}; give a PruningPlan, the path of one, 'lossless' or 'last-third'")
-    chosen.check(print_)
+    chosen.check(this_model)
     _check_processor(processor, inner)
-    prefill.prune(inner, chosen if chosen.fingerprint else replace(chosen, fingerprint=print_), family)
+    prefill.prune(inner, chosen if chosen.fingerprint else replace(chosen, fingerprint=this_model), family)
     return model
 
 
