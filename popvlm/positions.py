@@ -131,7 +131,7 @@ class Positions:
         counts = active.sum(1, keepdim=True)
         fewest = 0
         if most is None:
-            # The one question to the device, asked before the model runs, so there is nothing to wait for.
+            # A question to the device: `prepare` has it asked before the model runs, when there is nothing to wait for.
             fewest, most = torch.stack(counts.aminmax()).tolist()
             if fewest == length:
                 return None
@@ -146,6 +146,14 @@ class Positions:
         assert self.visual is not None
         return (torch.arange(self.shape[1], device=self.visual.device) >= self.shape[1] - self.answers)[None]
 
+    def prepare(self, skipped: set[frozenset[Kind]]) -> None:
+        """Asks the device what the layers that `skipped` describes will need, before the model gives it other work."""
+        for skipping in skipped:
+            self.active(skipping)
+            if self.plan.fitted is not None and self.visual is not None:
+                for kind in skipping:
+                    self.context(kind, self.visual.device)
+
     def context(self, kind: Kind, device: torch.device) -> tuple[Tensor, ...]:
         """The context positions of a kind, as (samples, positions), each `[N]`."""
         if kind not in self._context:
@@ -158,38 +166,36 @@ class Positions:
             self._context[kind] = tuple(index.to(device) for index in self._context[kind])
         return self._context[kind]
 
-    def mask_rows(self, mask: Any, skipping: frozenset[Kind]) -> Any:
+    def mask_rows(self, mask: Any, skipping: frozenset[Kind], device: torch.device) -> Any:
         """The rows of an attention mask that belong to the active queries of a layer.
 
         Args:
             mask: as the model hands it to the layer: `[B or 1, 1, T, S + T]`, added or boolean (eager, sdpa), a
                 `BlockMask` (flex), `[B, S + T]` (flash attention: padding only), or None, which to sdpa means
                 causal, from the first column on.
+            skipping: the kinds of context that skip the layer.
+            device: the layer's.
         """
-        source, rows = self._rows.get(skipping, (None, None))
-        if source is mask and source is not None:
-            return rows  # the layers of a kind share their mask
-        selection = self.active(skipping)
-        assert selection is not None
-        if isinstance(mask, Tensor):
-            rows = mask if mask.ndim == 2 or mask.shape[2] == 1 else selection.take(mask, dim=2)
-        else:
-            rows = _block_mask_rows(mask, selection, self.shape)
-        self._rows[skipping] = mask, rows
-        return rows
+        source, rows = self._rows.get(skipping, (self, None))
+        if source is not mask:  # the layers of a kind share their mask
+            selection = self.active(skipping)
+            assert selection is not None
+            if mask is None:
+                rows = _causal_rows(selection, self.shape[1], device)
+            elif isinstance(mask, Tensor):
+                rows = mask if mask.ndim == 2 or mask.shape[2] == 1 else selection.take(mask, dim=2)
+            else:
+                rows = _block_mask_rows(mask, selection, self.shape)
+            self._rows[skipping] = mask, rows
+        # A mask comes on the layer's device; the rows made for None may be from a layer on another.
+        return rows.to(device) if mask is None and rows is not None else rows
 
-    def causal_rows(self, skipping: frozenset[Kind], device: torch.device) -> Tensor | None:
-        """What None means to sdpa for the active queries: `[B or 1, 1, A, T]`, or None where they see everything."""
-        selection = self.active(skipping)
-        assert selection is not None
-        if isinstance(selection, Suffix) and selection.count == 1:
-            return None
-        length = self.shape[1]
-        source, rows = self._rows.get(skipping, ("causal", None))
-        if source != "causal" or rows is None:
-            rows = torch.arange(length, device=device) <= selection.index(length, device)[:, None, :, None]
-            self._rows[skipping] = "causal", rows
-        return rows
+
+def _causal_rows(selection: Suffix | Gather, length: int, device: torch.device) -> Tensor | None:
+    """What None means to sdpa for the active queries: `[B or 1, 1, A, T]`, or None where they see everything."""
+    if isinstance(selection, Suffix) and selection.count == 1:
+        return None
+    return torch.arange(length, device=device) <= selection.index(length, device)[:, None, :, None]
 
 
 def _block_mask_rows(mask: Any, selection: Suffix | Gather, shape: tuple[int, int]) -> Any:

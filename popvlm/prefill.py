@@ -87,8 +87,10 @@ class PrunedModel:
         in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self._asked(call, "hidden_states")
                         or self._watched())
         positions = Positions(self.plan, (batch, length), answers, self._visual(call, length), in_place, most)
-        if self._attention not in MASKED and any(isinstance(positions.active(layer.skipping), Gather)
-                                                 for layer in self.layers):
+        skipped = {layer.skipping for layer in self.layers}
+        positions.prepare(skipped)
+        if self._attention not in MASKED and any(isinstance(positions.active(skipping), Gather)
+                                                 for skipping in skipped):
             self._say(f"{self._attention} cannot serve a plan in which visual and text positions differ; this call "
                       "runs the full model. Load the model with attn_implementation='sdpa', or widen the plan's tail "
                       "over the question")
@@ -193,10 +195,8 @@ class PrunedLayer:
         mask = kwargs["attention_mask"]
         causal = mask is None and self.module.self_attn.config._attn_implementation == "sdpa"
         kwargs[name] = SplicedCache(kwargs.get(name), keys, values, active, positions.shape[1] if causal else None)
-        if causal:
-            kwargs["attention_mask"] = positions.causal_rows(self.skipping, hidden.device)
-        elif mask is not None:
-            kwargs["attention_mask"] = positions.mask_rows(mask, self.skipping)
+        if causal or mask is not None:
+            kwargs["attention_mask"] = positions.mask_rows(mask, self.skipping, hidden.device)
         for argument, value in kwargs.items():
             if argument.startswith("position_embeddings"):
                 kwargs[argument] = tuple(active.take(part) for part in value)

@@ -427,6 +427,23 @@ def test_visual_deeper_asks_the_host_once_a_call_however_many_layers(make, kv):
         assert counts[0].get(name, 0) == counts[1].get(name, 0), name
 
 
+@pytest.mark.parametrize("kv", ["own", "fitted"])
+def test_what_the_host_asks_it_asks_before_the_model_runs(make, kv):
+    model, layers = make("qwen3_vl"), PLANS["visual deeper"]
+    batch = prompt(model, MIXED)
+    fitted = fitted_for(model, **layers) if kv == "fitted" else None
+    inside = []
+    for plan in PruningPlan(LAYERS), PruningPlan(LAYERS, **layers, fitted=fitted):
+        popvlm.accelerate(None, model, plan=plan)
+        with Counting() as counting:
+            handle = model.model.register_forward_pre_hook(lambda *_, counting=counting: counting.counts.clear())
+            model(**batch, logits_to_keep=1)
+            handle.remove()
+        inside.append(counting.counts)
+    for name in SYNCHRONISING:
+        assert inside[0].get(name, 0) == inside[1].get(name, 0), name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_second_pass_over_the_weights(make, family):
     model = make(family)

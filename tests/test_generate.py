@@ -320,6 +320,13 @@ def test_a_prompt_several_windows_long(make, family, attention):
             compare(model, PLANS[name], lambda model: generated(model, batch, max_new_tokens=2 * WINDOW), tail=tail)
 
 
+@pytest.mark.parametrize("tail", [1, 3])
+def test_sliding_layers_with_a_mask_between_global_ones_without(make, tail):
+    model = make("gemma3_text")
+    batch = prompt(model, [[7 * WINDOW]])
+    compare(model, PLANS["all"], lambda model: generated(model, batch), tail=tail)
+
+
 @pytest.mark.parametrize(("family", "name"), [("gemma3", "visual deeper"), ("llama", "last third"),
                                               ("qwen3", "not contiguous")])
 def test_flex_attention(make, monkeypatch, family, name):
