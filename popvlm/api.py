@@ -136,7 +136,8 @@ def _check_processor(processor: Any, model: Any) -> None:
     names = f"{type(processor).__name__} does not belong to this {type(model).__name__}"
     fix = "load both from the same checkpoint"
     ours, theirs = (getattr(owner, "image_token_id", None) for owner in (processor, model.config))
-    if ours is not None and ours != theirs:
+    # transformers 5's Gemma-3 processor names the token that begins an image, 4's the one that stands for its features.
+    if ours is not None and ours not in (theirs, getattr(model.config, "boi_token_index", None)):
         model_has = "no image token" if theirs is None else f"{theirs}"
         raise ProcessorError(f"{names}: its image token is {ours} and the model has {model_has}; {fix}")
     tokenizer = getattr(processor, "tokenizer", processor)

@@ -55,7 +55,9 @@ def processor(image_token_id=None, vocab_size=280):
 
 def test_good_processors(make):
     popvlm.accelerate(processor(IMAGE), make("qwen3_vl"))
-    popvlm.accelerate(processor(IMAGE), make("gemma3"))
+    gemma = make("gemma3")
+    popvlm.accelerate(processor(IMAGE), gemma)
+    popvlm.accelerate(processor(gemma.config.boi_token_index), gemma)  # what transformers 5's Gemma3Processor names
     popvlm.accelerate(processor(), make("llama"))
 
 
