@@ -1,0 +1,89 @@
+"""What POP is compared with: the same layers removed from both stages, and POP without each of its two parts.
+
+Slow and plain, each a context manager on an unmodified model. They are for greedy `generate` on prompts of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from popvlm.decoders import family_of
+
+Forward = Callable[..., Any]
+
+
+@contextmanager
+def removed(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
+    """The layers do nothing, in prefill and in decode: stage-agnostic layer removal (ShortGPT and its kin)."""
+
+    def instead(index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        return hidden
+
+    with _instead(model, layers, instead):
+        yield
+
+
+@contextmanager
+def without_boundary(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
+    """POP without boundary handling: the last prompt position skips the layers too, so the pruned model writes the
+    first token; keys and values are the layers' own."""
+
+    def instead(index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        output = forward(hidden, **kwargs)  # leaves keys and values
+        return hidden if hidden.shape[1] > 1 else output
+
+    with _instead(model, layers, instead):
+        yield
+
+
+@contextmanager
+def without_kv(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
+    """POP without independent KV projections: in the layers, answer positions see no context position's keys."""
+    context = 0
+
+    def instead(index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        nonlocal context
+        if hidden.shape[1] > 1:
+            context = hidden.shape[1] - 1
+            # A context position sees itself, so that no row is empty; its output is thrown away.
+            seen = torch.eye(context + 1, dtype=torch.bool)
+        else:
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in transformers 5
+            # The first layers have stored this step's token already, the chosen one has not.
+            seen = torch.ones(1, cache.layers[index].get_seq_length() + 1, dtype=torch.bool)
+            seen[:, :context] = False
+        mask = torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, torch.finfo(hidden.dtype).min)
+        output = forward(hidden, **kwargs | {"attention_mask": mask[None, None].to(hidden.device)})
+        if hidden.shape[1] == 1:
+            return output
+        states = output[0] if isinstance(output, tuple) else output
+        states = torch.cat([hidden[:, :-1], states[:, -1:]], 1)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    with _instead(model, layers, instead):
+        yield
+
+
+@contextmanager
+def _instead(model: Any, layers: Iterable[int], instead: Callable[[int, Forward, Tensor, dict[str, Any]], Any]
+             ) -> Iterator[None]:
+    """Runs `instead(index, forward, hidden, kwargs)` for the forward of each of the layers."""
+    stack = family_of(model).text_model(model).layers
+    chosen = list(layers)
+    for index in chosen:
+        stack[index].forward = partial(_call, instead, index, stack[index].forward)
+    try:
+        yield
+    finally:
+        for index in chosen:
+            del stack[index].forward
+
+
+def _call(instead: Callable[..., Any], index: int, forward: Forward, hidden: Tensor, **kwargs: Any) -> Any:
+    return instead(index, forward, hidden, kwargs)

