@@ -320,6 +320,21 @@ def pruned(model: nn.Module) -> PrunedModel | None:
 
 
 @contextmanager
+def under(model: nn.Module, plan: PruningPlan | None, family: Family) -> Iterator[None]:
+    """Runs `model` under `plan`, or in full under None, inside the block; then puts back what was on it."""
+    before = unprune(model)
+    try:
+        if plan is not None:
+            prune(model, plan, family)
+        yield
+    finally:
+        unprune(model)
+        if before is not None:
+            prune(model, before.plan, family)
+            model.__dict__[_MARK].full = before.full
+
+
+@contextmanager
 def full(replacement: PrunedModel) -> Iterator[None]:
     """Runs the full model in this thread and in threads that start inside the block (a streamed `generate`, say)."""
     others = weakref.WeakSet(threading.enumerate())
