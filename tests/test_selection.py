@@ -1,0 +1,101 @@
+"""The search for a plan against trying every plan."""
+
+from __future__ import annotations
+
+import pytest
+
+import popvlm
+from models import LAYERS, prompt
+from popvlm import cost
+from popvlm.plan import PruningPlan
+from popvlm.quality import measure, references
+from popvlm.selection import HELD_OUT, SelectionError, choose, described
+
+
+def prompts(model, images, count=12):
+    parts = [[3, (2, 2), (2, 3), 4] if images else [6] for _ in range(count)]
+    return [prompt(model, [one], seed=seed) for seed, one in enumerate(parts)]
+
+
+def pair(plan):
+    """The first layers that visual and text positions skip."""
+    return min(plan.visual), min(plan.text)
+
+
+def every(model, samples):
+    """The divergence and agreement of every plan, measured one by one."""
+    held = samples[HELD_OUT - 1::HELD_OUT]
+    known = references(model, held, answer_tokens=2)
+    found = {}
+    for visual in range(1, LAYERS):
+        for text in range(visual, LAYERS):
+            plan = PruningPlan(LAYERS, range(visual, LAYERS), range(text, LAYERS))
+            found[visual, text] = measure(model, plan, held, known).figures()
+    return found
+
+
+def test_the_fastest_within_a_divergence(make):
+    model = make("qwen3_vl")
+    samples = prompts(model, images=True)
+    table = every(model, samples)
+    budget = sorted(figures["mean_kl"] for figures in table.values())[len(table) // 2]
+    choice = choose(model, samples, divergence=budget, agreement=0, kv="own", answer_tokens=2)
+    assert choice.met
+    assert choice.best.quality.figures()["mean_kl"] <= budget
+    for trial in choice.trials:
+        measured = trial.quality.figures()["mean_kl"]
+        assert measured == pytest.approx(table[pair(trial.plan)]["mean_kl"], rel=1e-4, abs=1e-6)
+        if measured <= budget:
+            assert trial.speedup <= choice.best.speedup
+    # As deep as visual positions alone may go, found by halving: the one before is too dear, or there is none.
+    deepest = min(pair(trial.plan)[0] for trial in choice.trials if trial.quality.figures()["mean_kl"] <= budget)
+    assert deepest == 1 or table[deepest - 1, LAYERS - 1]["mean_kl"] > budget
+    assert popvlm.plan_of(model) is None
+
+
+def test_no_loss_allowed_leaves_the_last_layer(make):
+    model = make("llama")
+    choice = choose(model, prompts(model, images=False), divergence=1e-9, agreement=1, kv="own", answer_tokens=2)
+    assert choice.met
+    assert pair(choice.best.plan) == (LAYERS - 1, LAYERS - 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llama"])
+def test_the_nearest_of_a_speed(make, family):
+    model = make(family)
+    samples = prompts(model, images=family == "qwen3_vl")
+    visual = 10 if family == "qwen3_vl" else 0
+    text = samples[0]["input_ids"].shape[1] - visual
+    choice = choose(model, samples, speedup=1.3, kv="own", answer_tokens=2)
+    assert choice.met
+    assert len(choice.trials) > (family == "qwen3_vl")
+    for trial in choice.trials:
+        assert trial.speedup == cost.limit(model.config, trial.plan, visual, text) >= 1.3
+        assert trial.quality.figures()["mean_kl"] >= choice.best.quality.figures()["mean_kl"]
+    out_of_reach = choose(model, samples, speedup=50, kv="own", answer_tokens=2)
+    assert not out_of_reach.met
+    assert pair(out_of_reach.best.plan) == (1, 1)
+
+
+def test_fitted_plans_carry_their_figures(make, tmp_path):
+    model = make("qwen3_vl")
+    samples = prompts(model, images=True, count=24)
+    seen = []
+    choice = choose(model, samples, speedup=1.5, answer_tokens=2, state=tmp_path, say=seen.append)
+    assert seen == choice.trials
+    assert choice.best.plan.kv == "fitted"
+    plan = described(choice.best, model)
+    assert f"KL {choice.best.quality.figures()['mean_kl']:.4f}" in plan.source
+    plan.save(tmp_path / "plan.json")
+    popvlm.accelerate(None, model, plan=tmp_path / "plan.json")
+
+
+def test_refusals(make):
+    model = make("llama")
+    samples = prompts(model, images=False)
+    with pytest.raises(SelectionError, match="not both"):
+        choose(model, samples, divergence=0.1, speedup=2)
+    with pytest.raises(SelectionError, match="no budget"):
+        choose(model, samples, speedup=0.5)
+    with pytest.raises(SelectionError, match="at least 8"):
+        choose(model, samples[:5])
