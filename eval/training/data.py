@@ -49,20 +49,31 @@ def easy(split: str) -> list[Example]:
     return list(examples.values())
 
 
-def draw(index: int, scale: float | None = None) -> Example:
-    """The `index`-th training example: three in ten easy-VQA, the others drawn scenes, half of those shapes."""
+MIX = {"easy": 0.28, "shapes": 0.32, "signs": 0.1, "table": 0.1, "chart": 0.1, "diagram": 0.1}
+"""Shares of the kinds of image when answers are learned."""
+
+FIRST_MIX = {"easy": 0.5, "shapes": 0.5}
+"""The same at first: to find what a word names comes before the rest."""
+
+SIGHT_MIX = {"easy": 0.1, "shapes": 0.16, "signs": 0.26, "table": 0.16, "chart": 0.12, "diagram": 0.2}
+"""The same when a tower learns to see: letters and words take it longest."""
+
+
+def draw(index: int, scale: float | None = None, mix: dict[str, float] = MIX) -> Example:
+    """The `index`-th training example."""
     rng = random.Random(f"train-mix-{index}")
-    if rng.random() < 0.3:
+    (kind,) = rng.choices(tuple(mix), tuple(mix.values()))
+    if kind == "easy":
         return rng.choice(easy("train"))
-    drawn = scene("train", index, "shapes" if rng.random() < 0.4 else None, scale)
+    drawn = scene("train", index, kind, scale)
     return Example(drawn.image, drawn.questions, drawn.items)
 
 
-def batch(step: int, size: int) -> tuple[list[int], list[Example]]:
+def batch(step: int, size: int, mix: dict[str, float] = MIX) -> tuple[list[int], list[Example]]:
     """A step's examples and their numbers. Images of a batch are about as large, and fewer where they are large."""
     scale = random.Random(f"scale-{step}").choices((1, 1.25, 1.5, 2), (20, 2, 1, 1))[0]
     numbers = [step * size + row for row in range(max(1, round(size / scale**2)))]
-    return numbers, [draw(number, scale) for number in numbers]
+    return numbers, [draw(number, scale, mix) for number in numbers]
 
 
 def sampled(example: Example, index: int, most: int) -> list[Question]:

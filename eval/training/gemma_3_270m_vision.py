@@ -109,7 +109,7 @@ def main(work: Path, seeing: int = 500, steps: int = 300, size: int = 8, lr: flo
         sees(reader, Seer(net, reader), work, steps=seeing, size=16, lr=2 * lr)
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)
-    answers(reader, net, work, steps=steps, size=size, lr=lr, every=every)
+    answers(reader, net, work, steps=steps, first=steps // 3, size=size, lr=lr, every=every)
     if out:
         save_file(trained(net), out)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from data import Example, batch, cells, easy, sampled
+from data import FIRST_MIX, MIX, SIGHT_MIX, Example, batch, cells, easy, sampled
 from loop import train
 from packing import IGNORED, Packed, right
 from scenes import KINDS, Question, scene
@@ -37,7 +37,7 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, size: int, 
     """Trains `seer`, which gives lists of label logits `[cells, labels]`, to name what is in each cell of an image."""
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
-        _, examples = batch(step, size)
+        _, examples = batch(step, size, SIGHT_MIX)
         inputs = reader.see(examples)
         wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(inputs))])
         found = seer(**inputs)
@@ -49,15 +49,16 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, size: int, 
     train(seer, loss_of, steps=steps, lr=lr, folder=work, name="sight", warmup=30)
 
 
-def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, size: int, lr: float, every: int = 200) -> None:
-    """Trains `net` on the answers, and checks now and then how many whole answers are right on held-out images."""
+def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: int, size: int, lr: float,
+            every: int = 200) -> None:
+    """Trains `net` on the answers, the `first` steps on the simplest images, and checks it on held-out ones."""
     held = {"easy": [(one, one.questions) for one in easy("test")[:100]]}
     for kind in KINDS:
         examples = [scene("check", index, kind, 1) for index in range(50)]
         held[kind] = [(Example(one.image, one.questions), one.questions) for one in examples]
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
-        numbers, examples = batch(step, size)
+        numbers, examples = batch(step, size, FIRST_MIX if step < first else MIX)
         packed, inputs = reader.read(examples, [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)])
         logits = reader.logits(packed, inputs)
         wanted = packed.targets[packed.targets != IGNORED]
@@ -71,17 +72,37 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, size: int
             scores |= {kind: round(sum(row) / len(row), 3) for kind, row in sorted(hits.items())}
         return {"held": scores}
 
-    train(net, loss_of, steps=steps, lr=lr, folder=work, name="answers", check=check, every=every)
+    train(net, loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
 
 
 @torch.no_grad()
-def correct(reader: Reader, pairs: list[tuple[Example, list[Question]]]) -> dict[str, list[bool]]:
+def correct(reader: Reader, pairs: list[tuple[Example, list[Question]]], batch: int = 16) -> dict[str, list[bool]]:
     """Whether greedy decoding writes each answer as it should, by question kind."""
     hits: dict[str, list[bool]] = {}
-    for start in range(0, len(pairs), 16):
-        some = pairs[start:start + 16]
+    for start in range(0, len(pairs), batch):
+        some = pairs[start:start + batch]
         packed, inputs = reader.read([one for one, _ in some], [questions for _, questions in some])
         for (_, questions), row in zip(some, right(packed, reader.logits(packed, inputs).argmax(-1))):
             for question, hit in zip(questions, row):
                 hits.setdefault(question.kind, []).append(hit)
     return hits
+
+
+def figures(reader: Reader, scales: dict[float, int]) -> dict[str, float]:
+    """Accuracy on the whole easy-VQA test split and on scenes of the split "test", by question kind and image size.
+
+    Args:
+        scales: how many scenes of each kind at each scale (1 gives 64 to 72 visual tokens, 4 about 1,024).
+    """
+    hits = {"easy-VQA test": [hit for row in correct(reader, [(one, one.questions) for one in easy("test")]).values()
+                              for hit in row]}
+    for scale, count in scales.items():
+        for kind in KINDS:
+            drawn = [scene("test", index, kind, scale) for index in range(count)]
+            found = correct(reader, [(Example(one.image, one.questions), one.questions) for one in drawn],
+                            batch=max(1, round(16 / scale**2)))
+            hits.setdefault(f"scenes, scale {scale:g}", []).extend(hit for row in found.values() for hit in row)
+            if scale == 1:
+                hits |= found
+    return {name: round(sum(row) / len(row), 4) for name, row in hits.items()}
+
