@@ -1,0 +1,169 @@
+"""Calibration recipes: which public or local datasets to draw prompts from, and how often from each."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import yaml
+
+from popvlm.samples import SampleError, brief
+
+SHUFFLED = 200
+"""How many rows are held at a time, of which the next is drawn."""
+
+FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+"""The files that `datasets` reads, and what it calls them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of a recipe: where rows come from, and which columns make a prompt.
+
+    Args:
+        name: what `describe` counts its prompts as.
+        prompt: the question, with the names of columns in braces: `"{question}"`, `"{texts[0][user]}"`.
+        dataset: a name on the Hugging Face hub; or else
+        path: a folder, or a parquet, CSV or JSON lines file; relative to the recipe. Paths of images in a CSV or JSON
+            lines file are relative to it.
+        config, split: of the dataset.
+        image: the column that has the image, or a list of them; None for text.
+        weight: how often it is drawn from, compared with the others.
+        stream: whether to read a dataset from the hub row by row; if not, it is downloaded whole, once.
+        at_least: shorter prompts, in characters, are left out.
+    """
+
+    name: str
+    prompt: str
+    dataset: str | None = None
+    path: str | None = None
+    config: str | None = None
+    split: str = "train"
+    image: str | None = None
+    weight: float = 1
+    stream: bool = True
+    at_least: int = 1
+
+
+def load(recipe: str | os.PathLike[str], count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Draws samples by a recipe, the same for the same seed; fewer than `count` where its sources have no more.
+
+    Args:
+        recipe: a YAML file with a list of `Source`s.
+        count: how many.
+        seed: of the rows' order and of the sources'.
+
+    Returns:
+        Samples for `Prepared`, with images as the bytes that the dataset has: a damaged one shows there, not here.
+
+    Raises:
+        SampleError: the recipe cannot be used, a dataset cannot be had, a column is missing, or there is no sample.
+    """
+    sources = _sources(Path(recipe))
+    rng = random.Random(f"recipe {seed}")
+    live = [(source, _rows(source, Path(recipe).parent, seed)) for source in sources]
+    samples: list[dict[str, Any]] = []
+    # Not datasets.interleave_datasets: it wants the same columns and types everywhere.
+    while live and len(samples) < count:
+        (chosen,) = rng.choices(live, [source.weight for source, _ in live])
+        if (sample := next(chosen[1], None)) is None:
+            live.remove(chosen)
+        else:
+            samples.append(sample)
+    if not samples:
+        raise SampleError(f"the recipe {recipe} gives no sample; ask for at least one, and lower at_least if it is set")
+    return samples
+
+
+def _sources(recipe: Path) -> list[Source]:
+    try:
+        entries = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SampleError(f"the recipe {recipe} cannot be read ({brief(error)}); give a YAML file") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries) or not entries:
+        raise SampleError(f"the recipe {recipe} is no list of sources; begin each with '- name: ...'")
+    known = [field.name for field in fields(Source)]
+    for entry in entries:
+        about = f"source {entry.get('name', entries.index(entry) + 1)!r} of {recipe}"
+        if unknown := [key for key in entry if key not in known]:
+            raise SampleError(f"{about} has a key {unknown[0]!r}; the keys are {', '.join(known)}")
+        if not isinstance(entry.get("name"), str) or not isinstance(entry.get("prompt"), str):
+            raise SampleError(f"{about} needs a name and a prompt, such as prompt: \"{{question}}\"")
+        if ("dataset" in entry) == ("path" in entry):
+            raise SampleError(f"{about} needs either a dataset, of the hub, or a path")
+        weight = entry.get("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
+            raise SampleError(f"{about} has weight {weight!r}; give a number above 0")
+    return [Source(**entry) for entry in entries]
+
+
+def _rows(source: Source, folder: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """The samples of one source, shuffled."""
+    where = source.dataset or folder / Path(source.path or "").expanduser()
+    rows = iter(_dataset(source, where).shuffle(seed=seed, buffer_size=SHUFFLED))
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # whatever a connection or a file breaks with
+            raise SampleError(f"reading {where} broke off ({brief(error)}); check the network or the file, and try "
+                              "again") from error
+        if row is None:
+            return
+        prompt, images = _fields(source, row)
+        if len(prompt.strip()) >= source.at_least:
+            yield {"kind": source.name, "images": [_fetched(image, where) for image in images], "question": prompt}
+
+
+def _fields(source: Source, row: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The prompt and the images of a row; no prompt where a list that it is taken from is empty."""
+    try:
+        prompt = source.prompt.format_map(row)
+        images = row[source.image] if source.image else []
+    except IndexError:
+        return "", []
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        asked = " and ".join(filter(None, (f"the prompt {source.prompt!r}", source.image)))
+        raise SampleError(f"{source.name} has columns {', '.join(row)}, and not all of {asked} ({brief(error)}); name "
+                          "those that it has, a prompt's in braces") from error
+    return prompt, images if isinstance(images, list) else [] if images is None else [images]
+
+
+def _fetched(image: Any, where: str | Path) -> Any:
+    """An image of a row as `popvlm.samples` reads it: what lies on the hub or in an archive is fetched."""
+    if isinstance(image, dict) and not image.get("bytes") and "://" in str(image.get("path")):
+        try:
+            with fsspec.open(image["path"]) as file:
+                return {"bytes": file.read(), "path": image["path"]}
+        except Exception:  # it is then counted as an image that cannot be read
+            return image
+    if isinstance(image, str) and isinstance(where, Path) and not image.startswith(("http://", "https://", "data:")):
+        return str(where.parent / image if where.is_file() else where / image)
+    return image
+
+
+def _dataset(source: Source, where: str | Path) -> Any:
+    """A `datasets.IterableDataset` that leaves images undecoded, so that a damaged one stops nothing."""
+    from datasets import load_dataset  # takes seconds to import # noqa: PLC0415
+
+    try:
+        if isinstance(where, str):
+            data = load_dataset(where, source.config, split=source.split, streaming=source.stream)
+        elif where.is_dir():
+            data = load_dataset(str(where), source.config, split=source.split, streaming=True)
+        elif where.is_file() and where.suffix in FILES:
+            data = load_dataset(FILES[where.suffix], data_files=str(where), split="train", streaming=True)
+        else:
+            raise SampleError(f"there is no data at {where}; give a folder, or a file that ends in {', '.join(FILES)}")
+    except SampleError:
+        raise
+    except Exception as error:  # datasets, the hub and file systems raise many kinds
+        fix = "check its name, config and split, the network, and your login if it is gated"
+        raise SampleError(f"the dataset {where} cannot be had ({brief(error)}); {fix}") from error
+    if not source.stream and isinstance(where, str):
+        data = data.to_iterable_dataset()
+    return data.decode(False) if data.features else data  # those of a CSV file, say, show row by row
