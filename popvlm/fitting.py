@@ -7,8 +7,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,7 +210,7 @@ def fit(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, Any]
                            "first")
     fitted: dict[str, Tensor] = {}
     report = []
-    with _without_plan(model, family), torch.no_grad():
+    with prefill.under(model, None, family), torch.no_grad():
         waiting = _groups(model, family, plan, samples)
         while waiting:
             # Context positions read others' fitted keys only in a layer that one kind skips and the other does not.
@@ -364,21 +364,6 @@ def _filled(plan: PruningPlan, fitted: Mapping[str, Tensor]) -> PruningPlan:
             for name, shape in zip(_names(kind, layer), ((outputs, model.hidden_size), (outputs,))):
                 filled[name] = fitted.get(name, torch.zeros(()).expand(shape))
     return replace(plan, fitted=filled)
-
-
-@contextmanager
-def _without_plan(model: nn.Module, family: Family) -> Iterator[None]:
-    """Takes the plan off the model, if one is on it, and puts it back."""
-    before = prefill.unprune(model)
-    try:
-        yield
-    finally:
-        prefill.unprune(model)
-        if before is not None:
-            prefill.prune(model, before.plan, family)
-            replacement = prefill.pruned(model)
-            assert replacement is not None
-            replacement.full = before.full
 
 
 def _groups(model: nn.Module, family: Family, plan: PruningPlan, samples: Sequence[Mapping[str, Any]]) -> list[_Group]:
