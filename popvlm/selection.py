@@ -63,8 +63,8 @@ class _Search:
     def plan(self, visual: int, text: int) -> PruningPlan:
         """Visual context skips the layers from `visual` on, text context those from `text` on."""
         visual = visual if self.visual else text  # of prompts without images both say the same
-        skipped = [frozenset(range(first, self.depth)) for first in (visual, text)]
-        return PruningPlan(self.depth, *skipped, self.tail)
+        by_visual, by_text = (frozenset(range(first, self.depth)) for first in (visual, text))
+        return PruningPlan(self.depth, by_visual, by_text, self.tail)
 
     def speedup(self, visual: int, text: int) -> float:
         return cost.limit(self.model.config, self.plan(visual, text), self.visual, self.text)
