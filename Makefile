@@ -15,10 +15,9 @@ OLDEST := .venv-oldest
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-# A small Qwen3-VL with random weights answers a question about an image, in full and pruned.
+# A small trained Qwen3-VL answers questions about images, in full and pruned.
 demo: .venv/installed
-	test -f build/random-qwen3-vl/config.json || $(BIN)/python examples/random_qwen3_vl.py build/random-qwen3-vl
-	$(BIN)/python examples/ask_an_image.py build/random-qwen3-vl examples/images/chart.png "Which day sold the most?"
+	$(BIN)/popvlm demo
 
 test: check oldest
 	$(BIN)/python -m pytest -n 2 tests

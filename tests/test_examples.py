@@ -33,8 +33,18 @@ def folder(tmp_path_factory):
 
 def test_ask_an_image(folder):
     said = run("ask_an_image.py", folder, ROOT / "examples/images/chart.png", "Which day sold the most?")
-    assert "full:   first token in" in said
-    assert "context skips 8-11 (33 %)" in said
+    assert [line.split(":")[0] for line in said.splitlines() if ":" in line] == ["pruned", "full"]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom():
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "examples/ask_an_image.ipynb", as_version=4)
+    pytest.importorskip("nbclient").NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert said.count("pruned:") == len(popvlm.embedded.demo_questions())
+    assert any("image/png" in output.get("data", {}) for output in outputs), "a chart is drawn"
 
 
 def conversation(processor, questions):

@@ -15,7 +15,7 @@ from PIL import Image
 from popvlm.recipes import load
 from popvlm.samples import SampleError
 
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", exc_type=ImportError)  # the newest wants a newer hub than transformers 4
 SHIPPED = Path(__file__).parents[1] / "calibration" / "recipes"
 
 

@@ -288,7 +288,7 @@ def test_a_model_and_a_fit_take_what_is_prepared(processor):
 
 
 def test_a_dataset_that_decodes_images(processor):
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
     rows = {"image": [{"bytes": png(colour(name)), "path": None} for name in ("red", "lime", "blue")],
             "question": ["0", "1", "2"]}
     rows["image"][1]["bytes"] = rows["image"][1]["bytes"][:50]

@@ -1,0 +1,396 @@
+"""The command `popvlm`.
+
+torch and transformers take seconds to import, so a command imports them when it has checked what it can without them.
+An error that popvlm raises is one sentence that names the fix: it goes to stderr, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.request import Request, urlopen
+
+import typer
+from PIL import Image, ImageOps
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from popvlm.answer import Answer
+    from popvlm.plan import PruningPlan
+
+
+class CommandError(Exception):
+    """What the user asked for cannot be done; the message is one sentence that names the fix."""
+
+
+class _Commands(TyperGroup):
+    """Runs a command quietly, and tells what popvlm raises in one sentence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for stream in sys.stdout, sys.stderr:
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # an answer may have what the terminal's encoding has not
+        try:
+            with _quiet():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if type(error).__module__.split(".")[0] == "popvlm":  # whose errors are all for the user, in a sentence
+                said = str(error)
+            elif _out_of_memory(error):
+                said = ("there is too little memory for this model and prompt; take a smaller model or image, "
+                        "--dtype bfloat16 or another --device")
+            else:
+                raise
+            stderr = Console(stderr=True)
+            stderr.print(Text.assemble(("popvlm: ", "bold red"), _printable(" ".join(said.split()))), soft_wrap=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Commands, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False,
+                  context_settings={"help_option_names": ["-h", "--help"]})
+plans = typer.Typer(help="Pruning plans: which positions of a prompt skip which layers.", no_args_is_help=True)
+app.add_typer(plans, name="plan")
+
+STORY = "\n\n".join((  # a paragraph is one line: the terminal's width breaks it
+    "[bold]popvlm[/bold] makes vision-language models answer sooner, by Prefill-Only Pruning (POP, arXiv 2602.03295).",
+    "While a model reads the prompt, which is mostly image, its deep layers do only the work that later tokens need "
+    "of them; while it writes the answer, the whole model runs. No retraining, no changed weights.",
+    "[bold]First[/bold], a small model that comes with the package, full and pruned side by side (half a minute, no "
+    "GPU, no network):",
+    "  [cyan]popvlm demo[/cyan]",
+    "[bold]Then your model and your image[/bold]; --compare runs the full model too:",
+    '  [cyan]popvlm ask photo.jpg "What is this?" -m Qwen/Qwen3-VL-2B-Instruct --compare[/cyan]',
+    "[bold]Skip fewer layers or more[/bold], or what a plan says:",
+    '  [cyan]popvlm ask photo.jpg "What is this?" -m google/gemma-3-4b-it --ratio 0.25[/cyan]',
+    "  [cyan]popvlm plan show plan.json[/cyan]",
+))
+PYTHON = """\
+    import popvlm
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    name = "Qwen/Qwen3-VL-8B-Instruct"
+    processor = AutoProcessor.from_pretrained(name)
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype="auto")
+    model = popvlm.accelerate(processor, model)  # and generate as before
+"""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
+
+
+@app.callback(invoke_without_command=True, help=STORY)
+def main(context: typer.Context,
+         version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    if version:
+        from popvlm import __version__
+        typer.echo(f"popvlm {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def ask(
+    sources: Annotated[list[str] | None, typer.Argument(metavar="IMAGE", show_default=False, help=(
+        "A path, a URL, or - for standard input; none for a question about text."))] = None,
+    question: Annotated[str, typer.Argument(metavar='"QUESTION"', show_default=False, help="Last, in quotes.")] = "",
+    model: Annotated[str, typer.Option("--model", "-m", show_default=False, help=(
+        "A model's folder, a name on the Hugging Face hub, or an embedded model such as tiny-qwen3-vl."))] = "",
+    plan: Annotated[str | None, typer.Option(metavar="FILE", help=(
+        "A plan's file, 'last-third' (the paper's recipe, the default) or 'lossless' (only the last layer)."))] = None,
+    ratio: Annotated[float | None, typer.Option(help="Skip this share of the layers, the last ones.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Run the full model.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run both, full and pruned, side by side.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(
+        help="The weights' type; 'auto' is the checkpoint's.")] = "auto",
+    device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ...")] = "auto",
+    attention: Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, typer.Option(
+        help="The attention implementation; transformers' choice if left out.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Asks a model about images: prints the answer as it is written, then how soon it came."""
+    if question == "-" or question.startswith(("http://", "https://")) or os.path.isfile(question):
+        raise CommandError(f"{question} stands where the question belongs; write the question last, in quotes")
+    if not question.strip():
+        raise CommandError('there is no question; write it last, in quotes: popvlm ask photo.jpg "What is this?"')
+    if not model:
+        raise CommandError("there is no model; give --model a folder, a name on the Hugging Face hub, or "
+                           "tiny-qwen3-vl, which comes with popvlm")
+    if full and (compare or plan is not None or ratio is not None):
+        raise CommandError("--full prunes nothing; leave it out, or leave out --compare, --plan and --ratio")
+    if plan is not None and ratio is not None:
+        raise CommandError("--plan and --ratio each say what to prune; give one of them")
+    images = [read_image(source) for source in sources or ()]  # before the model, which takes longer
+
+    import popvlm
+    from popvlm import answer
+
+    say = _ignore if as_json or not sys.stderr.isatty() else _say
+    found = answer.find(model, say)
+    if images and not found.reads_images:
+        raise CommandError(f"{model} reads text only; leave the images out, or take a vision-language model")
+    chosen = None if full else _choose(found, plan, ratio)
+    say(f"loading {model}")
+    processor, loaded = answer.load(found, dtype=dtype, device=device, attention=attention)
+    if chosen is not None:
+        chosen = popvlm.plan_of(popvlm.accelerate(processor, loaded, plan=chosen))  # with the model's fingerprint
+    record = {"model": model, "images": sources or [], "question": question, "plan": chosen and _plan_record(chosen)}
+    if compare:
+        both = answer.compare(processor, loaded, images, question, max_new_tokens=max_new_tokens)
+        if as_json:
+            return _print_json(record | _pair_record(*both))
+        table = Table(title=_printable(question), title_justify="left")
+        for name in "", "answer", "first token", "then":
+            table.add_column(name, overflow="fold", ratio=1 if name == "answer" else None)
+        for name, got in zip(("full", "pruned"), both):
+            table.add_row(name, _cell(got.text), _seconds(got.first_token_s), _rate(got))
+        console = _console()
+        console.print(table)
+        same = "the same answer" if both[0].text == both[1].text else "answers differ"
+        console.print(f"first token [bold]{_times(*both)}[/] as fast; {same}; {both[0].prompt_tokens} prompt tokens")
+    else:
+        write = _ignore if as_json else _write
+        got = answer.answer(processor, loaded, images, question, max_new_tokens=max_new_tokens, write=write)
+        if as_json:
+            return _print_json(record | asdict(got))
+        console = _console()
+        console.print(f"\n\nfirst token in [bold]{_seconds(got.first_token_s)}[/], then {_rate(got)} "
+                      f"({got.prompt_tokens} tokens read, {got.tokens} written)", soft_wrap=True)
+    console.print(Text(_in_a_line(chosen) if chosen else "the full model, no plan"), soft_wrap=True)
+
+
+@app.command()
+def demo(as_json: AsJson = False) -> None:
+    """Asks a small model that comes with popvlm about images, full and pruned side by side; no network."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+    import popvlm
+    from popvlm import answer, embedded
+
+    name = "tiny-qwen3-vl"
+    processor, model = answer.load(answer.find(name), device="cpu")
+    popvlm.accelerate(processor, model)
+    plan = popvlm.plan_of(model)
+    assert plan is not None
+    rows = []
+    console = _console()
+    table = Table(title=f"{name}: answers, and seconds to the first token", title_justify="left")
+    for column in "image", "question", "full answers", "pruned answers":
+        table.add_column(column, overflow="fold", ratio=1)
+    for column in "full", "pruned", "speed-up":
+        table.add_column(column, justify="right", no_wrap=True)
+    for path, question in embedded.demo_questions():
+        both = answer.compare(processor, model, [read_image(str(path))], question, max_new_tokens=32)
+        rows.append({"image": path.name, "question": question} | _pair_record(*both))
+        table.add_row(path.name, _cell(question), *(_cell(got.text) for got in both),
+                      *(f"{got.first_token_s:.3f}" for got in both), _times(*both))
+    ratio = statistics.median(row["first_token_ratio"] for row in rows)
+    if as_json:
+        return _print_json({"model": name, "plan": _plan_record(plan), "questions": rows, "first_token_ratio": ratio})
+    same = sum(row["same_answer"] for row in rows)
+    console.print(table)
+    console.print(f"{same} of {len(rows)} answers are the same; the first token comes [bold]{ratio:.2f}x[/] as fast "
+                  "(median)")
+    console.print(Text(_in_a_line(plan)))
+    console.print("\nOn your own model:\n")
+    console.print(Text(PYTHON), soft_wrap=True)
+    console.print('or  [cyan]popvlm ask IMAGE "question" --model Qwen/Qwen3-VL-8B-Instruct --compare[/]',
+                  soft_wrap=True)
+
+
+@plans.command()
+def show(file: Annotated[Path, typer.Argument(help="A plan that PruningPlan.save wrote.")],
+         as_json: AsJson = False) -> None:
+    """Prints a plan: which layers visual and text positions skip, and the model that it was made for."""
+    from popvlm import PruningPlan
+
+    plan = PruningPlan.load(file)
+    if as_json:
+        return _print_json(_plan_record(plan))
+    console = _console()
+    console.print(Text(_in_a_line(plan), style="bold"), soft_wrap=True)
+    runs, skips = ("█", "·") if console.encoding.startswith("utf") else ("#", ".")
+    tens = max(1, (console.width - 8) // 11) * 10  # layers a line
+    for start in range(0, plan.num_layers, tens):
+        layers = range(start, min(start + tens, plan.num_layers))
+        console.print()
+        console.print(Text("layer   " + "".join(f"{layer:<11}" for layer in layers[::10]).rstrip(), style="dim"))
+        for kind in "visual", "text":
+            strip = "".join((skips if kind in plan.skips(layer) else runs) + " " * (layer % 10 == 9)
+                            for layer in layers)
+            console.print(Text.assemble(f"{kind:<8}", (strip.rstrip(), "cyan")))
+    console.print(f"\n{runs} runs   {skips} skipped in prefill\n")
+    made_for = plan.fingerprint
+    model = "any model of so many layers" if made_for is None else (
+        f"{made_for.checkpoint or 'a checkpoint without a name'}: {made_for.family}, hidden size "
+        f"{made_for.hidden_size}, {made_for.num_key_value_heads} key/value heads of {made_for.head_dim}")
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("tail", f"the last {plan.tail} positions of a prompt run in full" if plan.tail > 1 else
+                  "the last position of a prompt runs in full")
+    facts.add_row("KV", "own: the layers' own projections make skipped positions' keys and values" if plan.kv == "own"
+                  else "fitted: projections from calibration make skipped positions' keys and values")
+    facts.add_row("model", Text(_printable(model)))
+    if plan.source:
+        facts.add_row("source", Text(_printable(plan.source)))
+    console.print(facts)
+
+
+def read_image(source: str) -> Image.Image:
+    """An image in RGB, upright by its EXIF orientation, on white where it is transparent; an animation's first frame.
+
+    Args:
+        source: a path, an http or https URL, or "-" for standard input.
+
+    Raises:
+        CommandError: it is not there, or no image, or a damaged one.
+    """
+    if source == "-":
+        source = "standard input"
+        data = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    elif source.startswith(("http://", "https://")):
+        try:
+            with urlopen(Request(source, headers={"User-Agent": "popvlm"}), timeout=30) as response:
+                data = response.read()
+        except (OSError, HTTPException, ValueError) as error:
+            raise CommandError(f"{source} cannot be fetched ({error}); check the address and the network, or give a "
+                               "file") from error
+    else:
+        try:
+            data = Path(source).expanduser().read_bytes()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise CommandError(f"there is no image to read at {source} ({why}); give an image's path, a URL or -, and "
+                               "put the question in quotes") from error
+    if not data:
+        raise CommandError(f"{source} is empty (0 bytes); give an image")
+    try:
+        image = Image.open(io.BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise CommandError(f"{source} is too large an image ({error}); give a smaller one") from error
+    except Exception as error:
+        raise CommandError(f"{source} is no image that can be read; give a PNG, JPEG, WebP or GIF, say") from error
+    try:
+        return _rgb(ImageOps.exif_transpose(image))
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise anything on a damaged file
+        raise CommandError(f"{source} is a damaged image ({error}); fetch or save it again") from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode[0] in "IF":  # 16 or 32 bits a pixel, which convert would clip and not scale
+        highest: Any = 65535 if image.mode.startswith("I;16") else image.getextrema()[1]
+        top = next((peak for peak in (1, 255, 65535) if highest <= peak), highest)
+        image = image.convert("F").point(lambda value: value * (255 / top) + 0).convert("L")
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _choose(found: Any, plan: str | None, ratio: float | None) -> PruningPlan:
+    """The plan to put on, refused before the weights are read if it is another model's."""
+    from popvlm import PruningPlan
+
+    layers = found.fingerprint.num_layers
+    if plan == "lossless":
+        return PruningPlan.lossless(layers)
+    if plan in (None, "last-third"):
+        return PruningPlan.last(layers, 1 / 3 if ratio is None else ratio)
+    loaded = PruningPlan.load(plan)
+    loaded.check(found.fingerprint)
+    return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back the libraries' warnings; popvlm's own are told in a line each."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", message="popvlm: ")
+        warnings.showwarning = lambda message, *_, **__: typer.echo(str(message), err=True)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if not isinstance(error, (MemoryError, RuntimeError, OSError)):
+        return False
+    from popvlm.answer import out_of_memory
+    return out_of_memory(error)
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _print_json(record: Any) -> None:
+    typer.echo(json.dumps(record))
+
+
+def _write(text: str) -> None:
+    typer.echo(_printable(text), nl=False)
+
+
+def _say(step: str) -> None:
+    typer.secho(f"{step} ...", dim=True, err=True)
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def _printable(text: str) -> str:
+    """Without control characters, with which a model or a file could steer the terminal."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
+def _cell(text: str) -> Text:
+    return Text(_printable(text)) if text else Text("(nothing)", style="dim")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s"
+
+
+def _rate(got: Answer) -> str:
+    return "no more" if got.tokens_per_s is None else f"{got.tokens_per_s:.1f} tokens/s"
+
+
+def _times(full: Answer, pruned: Answer) -> str:
+    return f"{full.first_token_s / pruned.first_token_s:.2f}x"
+
+
+def _pair_record(full: Answer, pruned: Answer) -> dict[str, Any]:
+    return {"full": asdict(full), "pruned": asdict(pruned), "same_answer": full.text == pruned.text,
+            "first_token_ratio": full.first_token_s / pruned.first_token_s}
+
+
+def _plan_record(plan: PruningPlan) -> dict[str, Any]:
+    return {"num_layers": plan.num_layers, "visual": sorted(plan.visual), "text": sorted(plan.text), "tail": plan.tail,
+            "kv": plan.kv, "source": plan.source, "fingerprint": plan.fingerprint and asdict(plan.fingerprint)}
+
+
+def _in_a_line(plan: PruningPlan) -> str:
+    return "plan: " + repr(plan).removeprefix("PruningPlan(").removesuffix(")")

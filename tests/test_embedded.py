@@ -1,0 +1,40 @@
+"""The models in the package: plain Hugging Face folders that answer questions about images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import popvlm
+from popvlm import embedded
+
+ANSWERS = ["yellow", "rectangle", "rectangle", "2", "black"]
+"""To `demo_questions`, by those who drew the images."""
+
+
+def written(processor, model, path, question):
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = processor(text=[text], images=[Image.open(path).convert("RGB")], return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    return processor.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+
+
+def test_tiny_qwen3_vl_answers():
+    folder = embedded.folder("tiny-qwen3-vl")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    questions = embedded.demo_questions()
+    assert len(questions) == len(ANSWERS)
+    full = [written(processor, model, path, question) for path, question in questions]
+    assert sum(ours == right for ours, right in zip(full, ANSWERS)) >= len(ANSWERS) - 1
+    popvlm.accelerate(processor, model, plan="lossless")
+    assert [written(processor, model, path, question) for path, question in questions] == full
+
+
+def test_no_such_model():
+    with pytest.raises(embedded.EmbeddedModelError, match="there is no embedded model 'tiny'; there is tiny-qwen3-vl"):
+        embedded.folder("tiny")
