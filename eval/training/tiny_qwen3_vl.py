@@ -213,8 +213,12 @@ def save(net: Qwen3VLForConditionalGeneration, ours: Qwen3VLProcessor, out: Path
     config = json.loads((out / "config.json").read_text())
     for part in config, config["text_config"], config["vision_config"]:
         part["dtype"] = "float32"
+    rope = config["text_config"].pop("rope_parameters")  # as Qwen's own configs say it, which transformers 4 reads too
+    config["text_config"] |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ours.save_pretrained(out)
+    named = json.loads((out / "tokenizer_config.json").read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    (out / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")  # transformers 4 asks for it
 
 
 if __name__ == "__main__":
