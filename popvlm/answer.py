@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from popvlm import embedded
 from popvlm.api import full_prefill
-from popvlm.decoders import families, fingerprint
+from popvlm.decoders import fingerprint, models
 from popvlm.plan import Fingerprint
 
 
@@ -115,8 +115,8 @@ def find(name: str, say: Callable[[str], None] = lambda step: None) -> Checkpoin
                          "check the name, the network and, for a gated model, your login") from error
     kind = type(config)
     model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, object))
-    known = [model for family in families().values() for model in family.models]
-    if not issubclass(model_class, tuple(known)):
+    known = models()
+    if not issubclass(model_class, known):
         raise ModelError(f"{name} is a {config.model_type} model, which popvlm cannot prune; use one that loads as "
                          f"{', '.join(sorted(model.__name__ for model in known))}")
     return Checkpoint(name, path, config, model_class)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from popvlm.decoders import UnsupportedModel, families
+from popvlm.decoders import UnsupportedModel, models
 from popvlm.plan import KINDS, Kind, PlanError, PruningPlan
 
 
@@ -94,8 +94,8 @@ def fitted_bytes(config: Any, plan: PruningPlan, itemsize: int = 2) -> int:
 
 
 def _is_known(config: Any) -> bool:
-    models: list[Any] = [model for family in families().values() for model in family.models]
-    return isinstance(config, tuple(model.config_class for model in models))
+    known: tuple[Any, ...] = models()
+    return isinstance(config, tuple(model.config_class for model in known))
 
 
 def _head_dim(decoder: Any) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from popvlm import prefill
 from popvlm.decoders import Family, family_of, fingerprint
-from popvlm.plan import KINDS, Fingerprint, Kind, PruningPlan
+from popvlm.plan import KINDS, Fingerprint, Kind, PruningPlan, replacing
+from popvlm.quality import placed
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """The ridge strengths that are tried, as shares of the mean square of the scaled states."""
@@ -306,12 +307,8 @@ class _Gathered:
         tensors = {f"{part}.{name}": getattr(getattr(self, part), name).contiguous().cpu()
                    for part in ("fit", "held") for name in ("xtx", "xty", "yty")}
         about = {"layers": list(self.group.layers), "prompts": [self.fit.prompts, self.held.prompts], "seen": self.seen}
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
+        with replacing(self.path) as temporary:
             save_file(tensors, temporary, {name: json.dumps(value) for name, value in about.items()})
-            os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Adds a prompt to the one part or the other."""
@@ -441,9 +438,7 @@ def _gather(model: nn.Module, family: Family, plan: PruningPlan, samples: Sequen
 
 def _call(model: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
     """A sample as `generate` calls the model with it."""
-    device = model.device if model.device.type != "meta" else "cpu"  # offloaded: its hooks bring it where it must be
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in sample.items()}
-    return moved | {"logits_to_keep": 1, "use_cache": False}
+    return placed(model, sample) | {"logits_to_keep": 1, "use_cache": False}
 
 
 def _context(model: nn.Module, call: dict[str, Any]) -> dict[Kind, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from popvlm.decoders import UnsupportedModel, families, family_of
+from popvlm.decoders import UnsupportedModel, family_of, models
 
 BRANCHES = ("attention", "mlp")
 
@@ -66,9 +66,8 @@ def transformers_model(model: Any) -> Any:
     Raises:
         UnsupportedModel: there is none.
     """
-    known = tuple(kind for family in families().values() for kind in family.models)
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, known):
+        if isinstance(module, models()):
             return module
     family_of(model)  # says what popvlm takes
     raise AssertionError("family_of knows a model that no family names")

@@ -22,8 +22,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from popvlm import prefill
 from popvlm.decoders import family_of, fingerprint
 from popvlm.gates import BRANCHES, transformers_model, virtual_gates
-from popvlm.plan import Fingerprint, _replacing
-from popvlm.quality import continued
+from popvlm.plan import Fingerprint, replacing
+from popvlm.quality import continued, placed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,7 +169,7 @@ class ImportanceProfile:
         record = {"format": FORMAT, "fingerprint": asdict(self.fingerprint), "seed": self.seed,
                   "max_new_tokens": self.max_new_tokens, "groups": GROUPS, "branches": BRANCHES,
                   "sha256": _digest(tensors)}
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             save_file(tensors, temporary, {"popvlm_importance": json.dumps(record)})
 
     @classmethod
@@ -322,7 +322,7 @@ def _as_it_answers(model: Any) -> Iterator[None]:
 def _gradients(model: Any, sample: Mapping[str, Any], index: int, seed: int,
                max_new_tokens: int) -> tuple[Tensor, Tensor, float]:
     """A sample's gradients `[3, L, 2]` and positions `[3]` in the three groups, and its loss."""
-    prompt = _checked(sample, index, model.device)
+    prompt = _checked(model, sample, index)
     try:
         answer = _written(model, prompt, seed, index, max_new_tokens)
         gates, loss = _gate_gradients(model, prompt, answer)
@@ -343,7 +343,7 @@ def _no_numbers(index: int, what: str) -> ProfileError:
                         "or leave that sample out with `indices`")
 
 
-def _checked(sample: Mapping[str, Any], index: int, device: torch.device) -> dict[str, Any]:
+def _checked(model: Any, sample: Mapping[str, Any], index: int) -> dict[str, Any]:
     """The sample as arguments of the model, on its device."""
     ids = sample.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] != 1 or not ids.shape[1]:
@@ -357,9 +357,7 @@ def _checked(sample: Mapping[str, Any], index: int, device: torch.device) -> dic
         if sample.get(name) is not None:
             raise ProfileError(f"sample {index} has {name}, which fit the prompt and not the answer to come; leave "
                                "them out")
-    if device.type == "meta":  # offloaded altogether: accelerate moves what comes in
-        device = torch.device("cpu")
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in sample.items()}
+    return placed(model, sample)
 
 
 def _written(model: Any, prompt: dict[str, Any], seed: int, index: int, max_new_tokens: int) -> Tensor:

@@ -162,10 +162,10 @@ class PruningPlan:
         }
         if self.fitted is not None:
             tensors = {name: tensor.contiguous().cpu() for name, tensor in self.fitted.items()}
-            with _replacing(beside) as temporary:
+            with replacing(beside) as temporary:
                 save_file(tensors, temporary)
             record |= {"fitted_file": beside.name, "fitted_sha256": _sha256(beside)}
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             temporary.write_text(json.dumps(record, indent=1) + "\n")
         if self.fitted is None:
             beside.unlink(missing_ok=True)  # of the plan that was here
@@ -286,7 +286,7 @@ def _sha256(path: Path) -> str:
         return digest.hexdigest()
 
 
-class _replacing:
+class replacing:
     """A path to write to, which takes the place of `path` if the block ends well."""
 
     def __init__(self, path: Path) -> None:

@@ -81,7 +81,7 @@ def references(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, answer
     found = []
     with prefill.under(model, None, family_of(model)):
         for index in progress(range(len(samples))):
-            prompt = _placed(model, samples[index])
+            prompt = placed(model, samples[index])
             length = prompt["input_ids"].shape[1]
             written: Any = model
             tokens = written.generate(**prompt, max_new_tokens=answer_tokens, do_sample=False, num_beams=1)
@@ -114,7 +114,7 @@ def measure(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, 
     with prefill.under(model, plan, family):
         for index in progress(range(len(samples))):
             full = known[index].log_probs
-            pruned = _log_probs(model, _placed(model, samples[index]), known[index].answer).cpu()
+            pruned = _log_probs(model, placed(model, samples[index]), known[index].answer).cpu()
             apart = F.kl_div(pruned.double(), full.double(), log_target=True, reduction="none").sum(-1)
             same = pruned.argmax(-1) == full.argmax(-1)
             first_kl.append(apart[0])
@@ -142,6 +142,7 @@ def _log_probs(model: Any, prompt: dict[str, Any], answer: Tensor) -> Tensor:
     return F.log_softmax(logits.float(), dim=-1)
 
 
-def _placed(model: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
+def placed(model: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample with its tensors where the model takes its inputs."""
     device = model.device if model.device.type != "meta" else "cpu"  # offloaded: its hooks bring it where it must be
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in sample.items()}

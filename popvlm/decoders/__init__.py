@@ -51,6 +51,11 @@ def families() -> dict[str, Family]:
             for found in pkgutil.iter_modules(__path__)}
 
 
+def models() -> tuple[type[nn.Module], ...]:
+    """The transformers classes that popvlm prunes."""
+    return tuple(model for family in families().values() for model in family.models)
+
+
 def family_of(model: nn.Module) -> Family:
     """The family that `model` belongs to.
 
@@ -70,7 +75,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _supported() -> str:
-    return ", ".join(sorted(model.__name__ for family in families().values() for model in family.models))
+    return ", ".join(sorted(model.__name__ for model in models()))
 
 
 def fingerprint(model: Any) -> Fingerprint:
