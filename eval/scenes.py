@@ -24,7 +24,7 @@ WORDS = ("stop", "exit", "open", "shut", "sale", "milk", "taxi", "bank", "park",
          "pull", "door", "help", "news", "shop", "food", "rent", "free", "gold", "hotel", "water", "bread", "music",
          "train", "beach", "north", "south", "quiet")
 NAMES = "Ann", "Bob", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal"
-GOODS = "apples", "pears", "plums", "nuts", "eggs", "figs"
+GOODS = "pies", "hats", "peas", "nuts", "eggs", "figs"
 DAYS = "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"
 LETTERS = "ABCDEFGH"
 
@@ -34,6 +34,10 @@ LABELS = (*COLORS, *SHAPES, *WORDS, *NAMES, *GOODS, *DAYS, *LETTERS, *(f"to {let
 
 SIZES = (256, 256), (320, 224), (224, 320), (288, 256), (256, 288)
 """Canvas sizes in pixels at scale 1: 64 to 72 visual tokens of 32 x 32 pixels."""
+SQUARE = ((256, 256),)
+"""The same for models that make every image square."""
+CELL = 32
+"""Side in pixels of the grid that print is set on: a visual token of a model with patches of 16 merged by two."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Scene:
     items: list[tuple[tuple[float, float, float, float], tuple[str, ...]]] = field(default_factory=list)
 
 
-def scene(split: str, index: int, kind: str | None = None, scale: float | None = None) -> Scene:
+def scene(split: str, index: int, kind: str | None = None, scale: float | None = None,
+          sizes: tuple[tuple[int, int], ...] = SIZES) -> Scene:
     """The `index`-th scene of a split, the same on every call.
 
     Args:
@@ -66,11 +71,12 @@ def scene(split: str, index: int, kind: str | None = None, scale: float | None =
         index: 0 or more.
         kind: one of `KINDS`; by default drawn from the seed.
         scale: 1 gives 64 to 72 visual tokens, 4 gives about 1,024; by default drawn from the seed, mostly 1.
+        sizes: the canvas sizes at scale 1 to draw from.
     """
     rng = random.Random(f"{split}-{index}")
     kind = kind or rng.choice(tuple(KINDS))
     drawn = rng.choices((1, 1.25, 1.5, 2), (12, 2, 1, 1))[0]
-    canvas = Canvas(rng, rng.choice(SIZES), scale or drawn)
+    canvas = Canvas(rng, rng.choice(sizes), scale or drawn)
     questions = KINDS[kind](canvas)
     rng.shuffle(questions)
     return Scene(canvas.image, [Question(f"{kind}/{name}", text, answer) for name, text, answer in questions],
@@ -113,13 +119,29 @@ class Canvas:
             self.draw.polygon([((x + u * radius) * s, (y + v * radius) * s) for u, v in turned], fill=fill)
         self.see((x - radius, y - radius, x + radius, y + radius), shape, color)
 
-    def text(self, text: str, x: float, y: float, size: float) -> None:
-        """Black text centred on a point."""
-        font = ImageFont.load_default(size * self.scale)
-        self.draw.text((x * self.scale, y * self.scale), text, COLORS["black"], font, anchor="mm")
-        half = self.draw.textlength(text, font) / self.scale / 2
-        words = [text] if not text.isdigit() else [f"_{text[-1]}"] + [f"{text[0]}_"] * (len(text) > 1)
-        self.see((x - half, y - size / 2, x + half, y + size / 2), *words)
+    def text(self, text: str, x: float, y: float) -> None:
+        """Black print near a point. Like print it has one size in pixels at every scale: 16 a letter, on the grid of
+        `CELL`, so that towers of a few layers learn to read it within an hour."""
+        digits = text.isdigit()
+        shown = text.rjust(2) if digits else text
+        left = max(0, min(round(x * self.scale / CELL - len(shown) / 4) * CELL, self.image.width - 16 * len(shown)))
+        if len(shown) == 1:
+            left = int(x * self.scale / CELL) * CELL + 8
+        middle = self.middle(y) * self.scale
+        font = ImageFont.load_default(21)
+        for number, letter in enumerate(shown):
+            self.draw.text((left + 16 * number + 8, middle), letter, COLORS["black"], font, anchor="mm")
+        words = [f"_{text[-1]}"] + [f"{text[0]}_"] * (len(text) > 1) if digits else [text]
+        box = (left, middle - CELL / 2, left + 16 * len(shown), middle + CELL / 2)
+        self.items.append((box, tuple(words)))
+
+    def middle(self, at: float) -> float:
+        """The middle of the grid's cell that a coordinate is in."""
+        return (int(at * self.scale / CELL) + 0.5) * CELL / self.scale
+
+    def edge(self, at: float) -> float:
+        """The grid's line nearest to a coordinate."""
+        return round(at * self.scale / CELL) * CELL / self.scale
 
     def frame(self, box: tuple[float, float, float, float], color: str, width: float = 3, fill: str | None = None
               ) -> None:
@@ -185,16 +207,16 @@ def shapes(canvas: Canvas) -> Asked:
 def signs(canvas: Canvas) -> Asked:
     rng, asked = canvas.rng, []
     colors = rng.sample(tuple(COLORS), 4)
-    count = rng.randint(1, 4)
+    count = rng.randint(1, 4 if canvas.height > 256 else 3)
     height = canvas.height / count
     texts = [rng.choice(WORDS) if rng.random() < 0.7 else str(rng.randint(1, 99)) for _ in range(count)]
     for row, (text, color) in enumerate(zip(texts, colors)):
-        x, y = canvas.width / 2 + rng.uniform(-35, 35), (row + 0.5) * height
+        x, y = canvas.width / 2 + rng.uniform(-35, 35), canvas.middle((row + 0.5) * height)
         half_x, half_y = rng.uniform(62, 84), min(height / 2 - 4, rng.uniform(22, 34))
         box = (x - half_x, y - half_y, x + half_x, y + half_y)
         canvas.frame(box, color, 6, "white")
         canvas.see(box, color)
-        canvas.text(text, x, y, min(34, half_y * 1.4))
+        canvas.text(text, x, y)
         asked.append(("read", f"what does the {color} sign say?", text))
         if texts.count(text) == 1:
             asked.append(("color", f"what color is the sign that says {text}?", color))
@@ -212,13 +234,14 @@ def table(canvas: Canvas) -> Asked:
     wide, high = canvas.width / (len(columns) + 1), min(52.0, canvas.height / (len(rows) + 1))
     values = {(row, column): rng.randint(1, 20) for row in rows for column in columns}
     for j, column in enumerate(columns):
-        canvas.text(column, (j + 1.5) * wide, high / 2, 21)
+        canvas.text(column, (j + 1.5) * wide, high / 2)
     for i, row in enumerate(rows):
-        canvas.text(row, wide / 2, (i + 1.5) * high, 25)
-        canvas.line([(4, (i + 1) * high), (canvas.width - 4, (i + 1) * high)], "gray", 1)
+        canvas.text(row, wide / 2, (i + 1.5) * high)
+        line = canvas.edge((i + 1) * high)
+        canvas.line([(4, line), (canvas.width - 4, line)], "gray", 1)
         for j, column in enumerate(columns):
             value = str(values[row, column])
-            canvas.text(value, (j + 1.5) * wide, (i + 1.5) * high, 27)
+            canvas.text(value, (j + 1.5) * wide, (i + 1.5) * high)
             asked.append(("cell", f"how many {column} does {row} have?", value))
     for column in columns:
         ranked = sorted(rows, key=lambda row: values[row, column])
@@ -236,20 +259,22 @@ def table(canvas: Canvas) -> Asked:
 def chart(canvas: Canvas) -> Asked:
     rng, asked = canvas.rng, []
     first = rng.randint(0, 2)
-    days = DAYS[first:first + rng.randint(3, 4)]
-    heights, colors = rng.sample(range(1, 10), len(days)), rng.sample(tuple(COLORS), len(days))
-    left, bottom = 26, canvas.height - 34
-    step, wide = (bottom - 14) / 9, (canvas.width - left) / len(days)
-    for level in range(0, 10, 3):
-        y = bottom - level * step
+    days = DAYS[first:first + rng.randint(3, 4 if canvas.width > 256 else 3)]
+    heights, colors = rng.sample(range(1, 9), len(days)), rng.sample(tuple(COLORS), len(days))
+    cell = CELL / canvas.scale
+    left, bottom = cell, canvas.height - cell
+    wide, three = (canvas.width - left) / len(days) // cell * cell, (bottom - 16) * 3 / 8 // cell * cell
+    for level in range(0, 9, 3):  # a number stands on its line
+        y = bottom - level / 3 * three
         canvas.line([(left, y), (canvas.width, y)], "gray", 1)
-        canvas.text(str(level), 12, y, 18)
+        canvas.text(str(level), cell / 2, y - cell / 2)
     for k, (day, height, color) in enumerate(zip(days, heights, colors)):
-        x = left + (k + 0.5) * wide
-        box = (x - wide * 0.3, bottom - height * step, x + wide * 0.3, bottom)
+        x, top = left + (k + 0.5) * wide, bottom - height / 3 * three
+        box = (x - wide * 0.3, top, x + wide * 0.3, bottom)
         canvas.frame(box, color, 1, color)
         canvas.see(box, color)
-        canvas.text(day, x, bottom + 18, 22)
+        canvas.see((box[0], top, box[2], top + 8), f"_{height}")
+        canvas.text(day, x, bottom + cell / 2)
         asked.append(("value", f"what is the value of {day}?", str(height)))
         asked.append(("color", f"what color is the bar of {day}?", color))
         asked.append(("day", f"which day is the {color} bar?", day))
@@ -271,7 +296,8 @@ def diagram(canvas: Canvas) -> Asked:
     count = rng.randint(3, 5)
     letters, cells = rng.sample(LETTERS, count), rng.sample(spots, count)
     wide, high = canvas.width / 3, canvas.height / 3
-    middle = {letter: ((column + 0.5) * wide + rng.uniform(-8, 8), (row + 0.5) * high + rng.uniform(-8, 8))
+    middle = {letter: (canvas.middle((column + 0.5) * wide + rng.uniform(-8, 8)),
+                       canvas.middle((row + 0.5) * high + rng.uniform(-8, 8)))
               for letter, (column, row) in zip(letters, cells)}
     leads: dict[str, str] = {}
     for one, other in rng.sample([(a, b) for a in letters for b in letters if a != b], count * (count - 1)):
@@ -290,7 +316,7 @@ def diagram(canvas: Canvas) -> Asked:
                 canvas.line([end, (end[0] - 14 * cos(toward + side), end[1] - 14 * sin(toward + side))], "black", 3)
     for letter, (x, y) in middle.items():
         canvas.frame((x - 19, y - 19, x + 19, y + 19), "blue", 3, "white")
-        canvas.text(letter, x, y, 28)
+        canvas.text(letter, x, y)
         if letter in leads:
             # The box is told where its arrow goes: reading the arrow is the tower's work, following it the decoder's.
             canvas.see((x - 19, y - 19, x + 19, y + 19), f"to {leads[letter]}")

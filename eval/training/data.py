@@ -11,7 +11,7 @@ import easy_vqa
 import numpy as np
 import torch
 from PIL import Image
-from scenes import COLORS, LABELS, SHAPES, Question, scene
+from scenes import COLORS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
 from torch import Tensor
 
 Box = tuple[float, float, float, float]
@@ -59,21 +59,22 @@ SIGHT_MIX = {"easy": 0.1, "shapes": 0.16, "signs": 0.26, "table": 0.16, "chart":
 """The same when a tower learns to see: letters and words take it longest."""
 
 
-def draw(index: int, scale: float | None = None, mix: dict[str, float] = MIX) -> Example:
-    """The `index`-th training example."""
+def draw(index: int, scale: float | None = None, mix: dict[str, float] = MIX, square: bool = False) -> Example:
+    """The `index`-th training example; `square` for a model that makes every image square."""
     rng = random.Random(f"train-mix-{index}")
     (kind,) = rng.choices(tuple(mix), tuple(mix.values()))
     if kind == "easy":
         return rng.choice(easy("train"))
-    drawn = scene("train", index, kind, scale)
+    drawn = scene("train", index, kind, scale, SQUARE if square else SIZES)
     return Example(drawn.image, drawn.questions, drawn.items)
 
 
-def batch(step: int, size: int, mix: dict[str, float] = MIX) -> tuple[list[int], list[Example]]:
+def batch(step: int, size: int, mix: dict[str, float] = MIX, square: bool = False
+          ) -> tuple[list[int], list[Example]]:
     """A step's examples and their numbers. Images of a batch are about as large, and fewer where they are large."""
-    scale = random.Random(f"scale-{step}").choices((1, 1.25, 1.5, 2), (20, 2, 1, 1))[0]
+    scale = 1 if square else random.Random(f"scale-{step}").choices((1, 1.25, 1.5, 2), (20, 2, 1, 1))[0]
     numbers = [step * size + row for row in range(max(1, round(size / scale**2)))]
-    return numbers, [draw(number, scale, mix) for number in numbers]
+    return numbers, [draw(number, scale, mix, square) for number in numbers]
 
 
 def sampled(example: Example, index: int, most: int) -> list[Question]:

@@ -37,6 +37,8 @@ LORA = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_pro
 class GemmaReader:
     """Turns examples into the model's inputs, many questions an image."""
 
+    square = True
+
     def __init__(self, ours: Any, net: Any) -> None:
         self.processor, self.tokenizer, self.net = ours, ours.tokenizer, net
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
@@ -89,7 +91,7 @@ class Seer(nn.Module):
         return [soft @ self.words.T * (6 / self.norm) + self.bias]
 
 
-def main(work: Path, seeing: int = 500, steps: int = 300, size: int = 8, lr: float = 1e-3, every: int = 100,
+def main(work: Path, seeing: int = 700, steps: int = 300, size: int = 8, lr: float = 1e-3, every: int = 100,
          out: Path | None = None) -> None:
     base = work / "base"
     if not base.exists():
@@ -107,6 +109,7 @@ def main(work: Path, seeing: int = 500, steps: int = 300, size: int = 8, lr: flo
     reader = GemmaReader(ours, net)
     if seeing:
         sees(reader, Seer(net, reader), work, steps=seeing, size=16, lr=2 * lr)
+    net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)
     answers(reader, net, work, steps=steps, first=steps // 3, size=size, lr=lr, every=every)
@@ -119,7 +122,7 @@ def trained(net: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     scale = (LORA.lora_alpha / LORA.r)
     for name, parameter in net.named_parameters():
-        if parameter.requires_grad:
+        if "lora" in name or "vision_tower" in name or "multi_modal_projector" in name:
             if ".lora_A." in name:
                 name, factor = name.replace(".lora_A.default.weight", ".weight.lora_a"), scale
             elif ".lora_B." in name:

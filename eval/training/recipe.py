@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from data import FIRST_MIX, MIX, SIGHT_MIX, Example, batch, cells, easy, sampled
 from loop import train
 from packing import IGNORED, Packed, right
-from scenes import KINDS, Question, scene
+from scenes import KINDS, SIZES, SQUARE, Question, scene
 from torch import Tensor, nn
 
 QUESTIONS = 8
@@ -18,7 +18,9 @@ QUESTIONS = 8
 
 
 class Reader(Protocol):
-    """How a model reads examples: many questions about an image in one sequence."""
+    """How a model reads examples: many questions about an image in one sequence. `square`: it makes images square."""
+
+    square: bool
 
     def see(self, examples: list[Example]) -> dict[str, Tensor]:
         """What the vision tower takes."""
@@ -37,7 +39,7 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, size: int, 
     """Trains `seer`, which gives lists of label logits `[cells, labels]`, to name what is in each cell of an image."""
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
-        _, examples = batch(step, size, SIGHT_MIX)
+        _, examples = batch(step, size, SIGHT_MIX, reader.square)
         inputs = reader.see(examples)
         wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(inputs))])
         found = seer(**inputs)
@@ -52,13 +54,14 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, size: int, 
 def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: int, size: int, lr: float,
             every: int = 200) -> None:
     """Trains `net` on the answers, the `first` steps on the simplest images, and checks it on held-out ones."""
-    held = {"easy": [(one, one.questions) for one in easy("test")[:100]]}
+    sizes = SQUARE if reader.square else SIZES
+    held = {"easy": [(one, one.questions) for one in easy("test")[:40]]}
     for kind in KINDS:
-        examples = [scene("check", index, kind, 1) for index in range(50)]
+        examples = [scene("check", index, kind, 1, sizes) for index in range(20)]
         held[kind] = [(Example(one.image, one.questions), one.questions) for one in examples]
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
-        numbers, examples = batch(step, size, FIRST_MIX if step < first else MIX)
+        numbers, examples = batch(step, size, FIRST_MIX if step < first else MIX, reader.square)
         packed, inputs = reader.read(examples, [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)])
         logits = reader.logits(packed, inputs)
         wanted = packed.targets[packed.targets != IGNORED]
@@ -98,7 +101,7 @@ def figures(reader: Reader, scales: dict[float, int]) -> dict[str, float]:
                               for hit in row]}
     for scale, count in scales.items():
         for kind in KINDS:
-            drawn = [scene("test", index, kind, scale) for index in range(count)]
+            drawn = [scene("test", index, kind, scale, SQUARE if reader.square else SIZES) for index in range(count)]
             found = correct(reader, [(Example(one.image, one.questions), one.questions) for one in drawn],
                             batch=max(1, round(16 / scale**2)))
             hits.setdefault(f"scenes, scale {scale:g}", []).extend(hit for row in found.values() for hit in row)
