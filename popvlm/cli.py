@@ -78,9 +78,10 @@ STORY = "\n\n".join((  # a paragraph is one line: the terminal's width breaks it
     "  [cyan]popvlm demo[/cyan]",
     "[bold]Then your model and your image[/bold]; --compare runs the full model too:",
     '  [cyan]popvlm ask photo.jpg "What is this?" -m Qwen/Qwen3-VL-2B-Instruct --compare[/cyan]',
-    "[bold]Skip fewer layers or more[/bold], or what a plan says:",
-    '  [cyan]popvlm ask photo.jpg "What is this?" -m google/gemma-3-4b-it --ratio 0.25[/cyan]',
-    "  [cyan]popvlm plan show plan.json[/cyan]",
+    "[bold]A plan for your model[/bold], measured before it is used, on your own images or a built-in mix:",
+    "  [cyan]popvlm calibrate -m google/gemma-3-4b-it --data my_images/ --out plan[/cyan]",
+    "  [cyan]popvlm plan show plan/plan.json[/cyan]",
+    '  [cyan]popvlm ask photo.jpg "What is this?" -m google/gemma-3-4b-it --plan plan/plan.json[/cyan]',
 ))
 PYTHON = """\
     import popvlm
@@ -92,6 +93,11 @@ PYTHON = """\
     model = popvlm.accelerate(processor, model)  # and generate as before
 """
 
+Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(
+    help="The weights' type; 'auto' is the checkpoint's.")]
+Device = Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ...")]
+Attention = Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, typer.Option(
+    help="The attention implementation; transformers' choice if left out.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 
@@ -113,17 +119,13 @@ def ask(
     model: Annotated[str, typer.Option("--model", "-m", show_default=False, help=(
         "A model's folder, a name on the Hugging Face hub, or an embedded model such as tiny-qwen3-vl."))] = "",
     plan: Annotated[str | None, typer.Option(metavar="FILE", help=(
-        "A plan's file, 'last-third' (the paper's recipe, the default) or 'lossless' (only the last layer)."))] = None,
+        "A plan's file, 'auto' (calibrated for this model once, and kept), 'last-third' (the paper's recipe) or "
+        "'lossless' (only the last layer). If left out: a plan that is there for this model, or last-third."))] = None,
     ratio: Annotated[float | None, typer.Option(help="Skip this share of the layers, the last ones.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Run the full model.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run both, full and pruned, side by side.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(
-        help="The weights' type; 'auto' is the checkpoint's.")] = "auto",
-    device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ...")] = "auto",
-    attention: Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, typer.Option(
-        help="The attention implementation; transformers' choice if left out.", show_default=False)] = None,
-    as_json: AsJson = False,
+    dtype: Dtype = "auto", device: Device = "auto", attention: Attention = None, as_json: AsJson = False,
 ) -> None:
     """Asks a model about images: prints the answer as it is written, then how soon it came."""
     if question == "-" or question.startswith(("http://", "https://")) or os.path.isfile(question):
@@ -146,11 +148,12 @@ def ask(
     found = answer.find(model, say)
     if images and not found.reads_images:
         raise CommandError(f"{model} reads text only; leave the images out, or take a vision-language model")
-    chosen = None if full else _choose(found, plan, ratio)
+    given = None if full else _given(found, plan, ratio)
     say(f"loading {model}")
     processor, loaded = answer.load(found, dtype=dtype, device=device, attention=attention)
-    if chosen is not None:
-        chosen = popvlm.plan_of(popvlm.accelerate(processor, loaded, plan=chosen))  # with the model's fingerprint
+    if not full:
+        popvlm.accelerate(processor, loaded, plan=given or _known(loaded))
+    chosen = popvlm.plan_of(loaded)
     record = {"model": model, "images": sources or [], "question": question, "plan": chosen and _plan_record(chosen)}
     if compare:
         both = answer.compare(processor, loaded, images, question, max_new_tokens=max_new_tokens)
@@ -186,7 +189,7 @@ def demo(as_json: AsJson = False) -> None:
 
     name = "tiny-qwen3-vl"
     processor, model = answer.load(answer.find(name), device="cpu")
-    popvlm.accelerate(processor, model)
+    popvlm.accelerate(processor, model, plan=_known(model))
     plan = popvlm.plan_of(model)
     assert plan is not None
     rows = []
@@ -212,6 +215,73 @@ def demo(as_json: AsJson = False) -> None:
     console.print("\nOn your own model:\n")
     console.print(Text(PYTHON), soft_wrap=True)
     console.print('or  [cyan]popvlm ask IMAGE "question" --model Qwen/Qwen3-VL-8B-Instruct --compare[/]',
+                  soft_wrap=True)
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Option("--model", "-m", show_default=False, help=(
+        "A model's folder, a name on the Hugging Face hub, or an embedded model such as tiny-qwen3-vl."))] = "",
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path("plan"),
+    data: Annotated[Path | None, typer.Option(show_default=False, help=(
+        "What to calibrate on: a folder of images, a parquet, CSV or JSON lines file with columns question and image, "
+        "or a recipe (YAML); a built-in mix of drawn images and texts if left out."))] = None,
+    samples: Annotated[int, typer.Option(min=8, help="How many prompts; every fourth is held out.")] = 128,
+    divergence: Annotated[float | None, typer.Option(show_default=False, help=(
+        "The largest mean KL of the first token, in nats; 0.01 if no budget is given."))] = None,
+    agreement: Annotated[float, typer.Option(help="Beside it, the least share of prompts with the same first token."
+                                             )] = 0.98,
+    speedup: Annotated[float | None, typer.Option(show_default=False, help=(
+        "Or: the speed-up of the decoder's prefill to reach, as its arithmetic allows it."))] = None,
+    ratio: Annotated[float | None, typer.Option(show_default=False, help="Or: the share of layers to skip.")] = None,
+    kv: Annotated[Literal["fitted", "own"], typer.Option(
+        help="Keys and values of skipped positions: fitted, or the layers' own as in the paper.")] = "fitted",
+    gates: Annotated[bool, typer.Option(help="Score the layers by virtual gates, and try what they say.")] = True,
+    dtype: Dtype = "auto", device: Device = "auto", attention: Attention = None, as_json: AsJson = False,
+) -> None:
+    """Finds a plan for a model by what it costs on held-out prompts: writes the plan and a report.
+
+    Into the folder: plan.json (for --plan and accelerate), report.html, record.json, profile.safetensors (with gates).
+    An interrupted run goes on with the same command. On several GPUs: accelerate launch -m popvlm calibrate ...
+    """
+    if not model:
+        raise CommandError("there is no model; give --model a folder, a name on the Hugging Face hub, or "
+                           "tiny-qwen3-vl, which comes with popvlm")
+    from popvlm import answer, recipes, report
+    from popvlm import calibrate as calibration
+    from popvlm.samples import BuiltinMix
+    from popvlm.selection import Budget
+
+    budget = Budget(ratio, speedup, divergence, agreement)
+    prompts: Any = BuiltinMix(samples) if data is None else recipes.load(data, samples)
+    first = True
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import PartialState
+        process = PartialState()
+        first, device = process.is_main_process, str(process.device)
+    say = _say if first and sys.stderr.isatty() and not as_json else _ignore
+    found = answer.find(model, say)
+    say(f"loading {model}")
+    processor, loaded = answer.load(found, dtype=dtype, device=device, attention=attention)
+    state = out / f"state-{calibration.identity(loaded)}"
+    with calibration.progress(f"calibrating {model} for {budget}", quiet=not first) as (tell, track):
+        got = calibration.calibrate(processor, loaded, prompts, budget=budget, kv=kv, gates=gates, state=state,
+                                    say=tell, track=track)
+    if not first:
+        return
+    got.plan.save(out / "plan.json")
+    (out / "record.json").write_text(json.dumps(got.record(), indent=1))
+    (out / "report.html").write_text(report.html(got), encoding="utf-8")
+    if got.profile:
+        got.profile.save(out / "profile.safetensors")
+    if as_json:
+        return _print_json(got.record() | {"plan": _plan_record(got.plan), "out": str(out)})
+    console = _console()
+    if not got.choice.met:
+        console.print(f"[bold]no plan meets {budget}; this is the nearest[/]", soft_wrap=True)
+    console.print(Text(_in_a_line(got.plan), style="bold"), soft_wrap=True)
+    console.print(Text(_printable(got.plan.source)), soft_wrap=True)
+    console.print(f"in {out}: plan.json, report.html, record.json; use it with --plan {out / 'plan.json'}",
                   soft_wrap=True)
 
 
@@ -305,18 +375,26 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _choose(found: Any, plan: str | None, ratio: float | None) -> PruningPlan:
-    """The plan to put on, refused before the weights are read if it is another model's."""
+def _given(found: Any, plan: str | None, ratio: float | None) -> PruningPlan | str | None:
+    """What the user asked to put on, refused before the weights are read if it is another model's."""
     from popvlm import PruningPlan
 
     layers = found.fingerprint.num_layers
-    if plan == "lossless":
-        return PruningPlan.lossless(layers)
-    if plan in (None, "last-third"):
-        return PruningPlan.last(layers, 1 / 3 if ratio is None else ratio)
+    if ratio is not None:
+        return PruningPlan.last(layers, ratio)
+    if plan in (None, "auto", "last-third", "lossless"):
+        return plan
     loaded = PruningPlan.load(plan)
     loaded.check(found.fingerprint)
     return loaded
+
+
+def _known(model: Any) -> PruningPlan | str:
+    """What is there for this model, without calibrating."""
+    from popvlm.calibrate import known
+
+    kept = known(model)
+    return kept[0] if kept else "last-third"
 
 
 @contextmanager

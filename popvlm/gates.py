@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from popvlm.decoders import UnsupportedModel, family_of, models
+from popvlm.decoders import UnsupportedModel, family_of, unwrapped
 
 BRANCHES = ("attention", "mlp")
 
@@ -44,7 +44,7 @@ def virtual_gates(model: nn.Module, batch: int, length: int) -> Iterator[Tensor]
         UnsupportedModel: popvlm does not know the decoder; or, from the call inside, its layers pass no gradient back.
         ValueError: from a call inside that has another shape.
     """
-    inner = transformers_model(model)
+    inner = unwrapped(model)
     layers = family_of(inner).text_model(inner).layers
     with ExitStack() as undo:
         undo.enter_context(torch.inference_mode(False))
@@ -58,19 +58,6 @@ def virtual_gates(model: nn.Module, batch: int, length: int) -> Iterator[Tensor]
                 undo.callback(module.register_forward_hook(gate).remove)
             undo.callback(_checkpoint(layer))
         yield gates
-
-
-def transformers_model(model: Any) -> Any:
-    """The model of a popvlm family in `model`: itself, or what PEFT, torch.compile or data parallelism wrap.
-
-    Raises:
-        UnsupportedModel: there is none.
-    """
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, models()):
-            return module
-    family_of(model)  # says what popvlm takes
-    raise AssertionError("family_of knows a model that no family names")
 
 
 def _branches(layer: Any) -> tuple[nn.Module, nn.Module]:

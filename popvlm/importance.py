@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from popvlm import prefill
-from popvlm.decoders import family_of, fingerprint
-from popvlm.gates import BRANCHES, transformers_model, virtual_gates
+from popvlm.decoders import family_of, fingerprint, unwrapped
+from popvlm.gates import BRANCHES, virtual_gates
 from popvlm.plan import Fingerprint, replacing
 from popvlm.quality import continued, placed
 
@@ -202,7 +202,7 @@ class ImportanceProfile:
 
 def profile(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, path: str | os.PathLike[str] | None = None,
             seed: int = 0, max_new_tokens: int = 128, indices: Iterable[int] | None = None,
-            progress: Callable[[int, int], None] | None = None) -> ImportanceProfile:
+            progress: Callable[[range], Iterable[int]] = iter) -> ImportanceProfile:
     """Scores a model's layers on samples: it answers each, and one backward pass gives the gradient of every gate.
 
     The full model runs, in evaluation mode, whatever plan or mode it is in. Answers are sampled from its own
@@ -219,7 +219,7 @@ def profile(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, path: str
         max_new_tokens: of an answer.
         indices: the samples to run; all, if not given. For process `r` of `n`: `range(r, len(samples), n)`, with a
             `path` for each process; `ImportanceProfile.merge` joins them.
-        progress: called with the samples done and their number, at the start and after each.
+        progress: goes around the loop over samples.
 
     Returns:
         The profile of these samples, and of all others that `path` had.
@@ -230,7 +230,8 @@ def profile(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, path: str
             seed or `max_new_tokens`, or a damaged one.
         UnsupportedModel: popvlm does not know the decoder, or its layers pass no gradient back.
     """
-    inner = transformers_model(model)
+    inner = unwrapped(model)
+    family_of(inner)
     this_model = fingerprint(inner)
     wanted = list(range(len(samples)) if indices is None else indices)
     if not wanted:
@@ -244,9 +245,7 @@ def profile(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, path: str
         found._check_drawn(seed, max_new_tokens)
     done = set() if found is None else set(found.indices.tolist())
     with _as_it_answers(inner):
-        for count, index in enumerate(wanted):
-            if progress:
-                progress(count, len(wanted))
+        for index in (wanted[place] for place in progress(range(len(wanted)))):
             if index in done:
                 continue
             gradients, positions, loss = _gradients(inner, samples[index], index, seed, max_new_tokens)
@@ -256,8 +255,6 @@ def profile(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, path: str
             done.add(index)
             if path is not None:
                 found.save(path)
-    if progress:
-        progress(len(wanted), len(wanted))
     assert found is not None
     return found
 

@@ -20,6 +20,12 @@ SHUFFLED = 200
 FILES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 """The files that `datasets` reads, and what it calls them."""
 
+IMAGES = ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"
+
+ASKED = ("What is shown here?", "Describe this image in detail.", "What text can be read in it?",
+         "What is the most important thing in this image, and where is it?")
+"""What is asked about images that come without questions."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -54,7 +60,8 @@ def load(recipe: str | os.PathLike[str], count: int, seed: int = 0) -> list[dict
     """Draws samples by a recipe, the same for the same seed; fewer than `count` where its sources have no more.
 
     Args:
-        recipe: a YAML file with a list of `Source`s.
+        recipe: a YAML file with a list of `Source`s; or a parquet, CSV or JSON lines file with columns question and
+            image; or a folder of images, each of which is asked the questions of `ASKED` in turn.
         count: how many.
         seed: of the rows' order and of the sources'.
 
@@ -64,9 +71,15 @@ def load(recipe: str | os.PathLike[str], count: int, seed: int = 0) -> list[dict
     Raises:
         SampleError: the recipe cannot be used, a dataset cannot be had, a column is missing, or there is no sample.
     """
-    sources = _sources(Path(recipe))
+    recipe = Path(recipe)
+    if recipe.is_dir():
+        return _folder(recipe, count, seed)
+    if recipe.suffix in FILES:
+        sources = [Source(recipe.stem, "{question}", path=recipe.name, image="image")]
+    else:
+        sources = _sources(recipe)
     rng = random.Random(f"recipe {seed}")
-    live = [(source, _rows(source, Path(recipe).parent, seed)) for source in sources]
+    live = [(source, _rows(source, recipe.parent, seed)) for source in sources]
     samples: list[dict[str, Any]] = []
     # Not datasets.interleave_datasets: it wants the same columns and types everywhere.
     while live and len(samples) < count:
@@ -78,6 +91,16 @@ def load(recipe: str | os.PathLike[str], count: int, seed: int = 0) -> list[dict
     if not samples:
         raise SampleError(f"the recipe {recipe} gives no sample; ask for at least one, and lower at_least if it is set")
     return samples
+
+
+def _folder(folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
+    if not images:
+        raise SampleError(f"the folder {folder} has no image ({', '.join(IMAGES)}); give a folder of images, a recipe, "
+                          "or a parquet, CSV or JSON lines file with columns question and image")
+    random.Random(f"folder {seed}").shuffle(images)
+    return [{"kind": folder.name, "image": path, "question": ASKED[number % len(ASKED)]}
+            for number, path in enumerate(images[:count])]
 
 
 def _sources(recipe: Path) -> list[Source]:

@@ -3,24 +3,73 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from popvlm import cost
 from popvlm.decoders import family_of, fingerprint
 from popvlm.fitting import fit
+from popvlm.importance import ImportanceProfile
 from popvlm.plan import PruningPlan
 from popvlm.quality import Quality, Reference, measure, references
 
 HELD_OUT = 4
 """Of the prompts, every fourth is held out: plans are measured on them and fitted on the others."""
 
+TAILS = 1, 16, 64
+"""The tails that are tried."""
+
+Layers = frozenset[int]
+Track = Callable[[range, str], Iterable[int]]
+"""Goes around a loop over prompts, and is told what for."""
+
 
 class SelectionError(ValueError):
     """A budget that cannot be searched for; the message names the fix."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan may cost, or must gain: a ratio, a speed-up or, where neither is given, a divergence.
+
+    Args:
+        ratio: the share of the layers that context positions skip.
+        speedup: of the decoder's prefill, as the cost model allows it on prompts of the samples' mean length.
+        divergence: the largest mean KL(full || pruned) of the first token, in nats.
+        agreement: beside a divergence, the least share of prompts whose first token stays the same.
+
+    Raises:
+        SelectionError: two of them, or an impossible one.
+    """
+
+    ratio: float | None = None
+    speedup: float | None = None
+    divergence: float | None = None
+    agreement: float = 0.98
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.ratio, self.speedup, self.divergence) if value is not None]
+        if len(given) > 1:
+            raise SelectionError("give one of ratio, speedup and divergence, not two")
+        if ((self.ratio is not None and not 0 < self.ratio < 1) or (self.speedup is not None and not self.speedup >= 1)
+                or (self.divergence is not None and not self.divergence >= 0) or not 0 <= self.agreement <= 1):
+            raise SelectionError(f"ratio={self.ratio}, speedup={self.speedup}, divergence={self.divergence}, agreement="
+                                 f"{self.agreement} is no budget; give a ratio between 0 and 1, a speedup from 1 on, "
+                                 "or a divergence from 0 on and an agreement up to 1")
+        if not given:
+            object.__setattr__(self, "divergence", 0.01)
+
+    def __str__(self) -> str:
+        if self.ratio is not None:
+            return f"ratio {self.ratio:g}"
+        if self.speedup is not None:
+            return f"speed-up {self.speedup:g}x"
+        return f"KL at most {self.divergence:g} and agreement at least {self.agreement:.0%}"
 
 
 @dataclass(frozen=True)
@@ -30,6 +79,11 @@ class Trial:
     plan: PruningPlan
     quality: Quality
     speedup: float
+
+    @property
+    def kl(self) -> float:
+        """The mean KL of the first token, in nats."""
+        return self.quality.figures()["mean_kl"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +104,11 @@ class _Search:
     visual: int
     text: int
     kv: Literal["own", "fitted"]
-    tail: int
+    tails: Sequence[int]
+    profile: ImportanceProfile | None
     state: str | os.PathLike[str] | None
     say: Callable[[Trial], None]
+    track: Track
     trials: list[Trial]
 
     @property
@@ -60,86 +116,138 @@ class _Search:
         depth: int = self.model.config.get_text_config().num_hidden_layers
         return depth
 
-    def plan(self, visual: int, text: int) -> PruningPlan:
-        """Visual context skips the layers from `visual` on, text context those from `text` on."""
-        visual = visual if self.visual else text  # of prompts without images both say the same
-        by_visual, by_text = (frozenset(range(first, self.depth)) for first in (visual, text))
-        return PruningPlan(self.depth, by_visual, by_text, self.tail)
+    def after(self, first: int) -> Layers:
+        """The layers from `first` on."""
+        return frozenset(range(first, self.depth))
 
-    def speedup(self, visual: int, text: int) -> float:
-        return cost.limit(self.model.config, self.plan(visual, text), self.visual, self.text)
+    def plan(self, visual: Layers, text: Layers, tail: int) -> PruningPlan:
+        # Of prompts without images both say the same.
+        return PruningPlan(self.depth, visual if self.visual else text, text, tail)
 
-    def trial(self, visual: int, text: int) -> Trial:
-        plan = self.plan(visual, text)
-        for done in self.trials:
-            if (done.plan.visual, done.plan.text) == (plan.visual, plan.text):
+    def speedup(self, visual: Layers, text: Layers, tail: int) -> float:
+        return cost.limit(self.model.config, self.plan(visual, text, tail), self.visual, self.text)
+
+    def trial(self, visual: Layers, text: Layers, tail: int = 1) -> Trial:
+        plan = self.plan(visual, text, tail)
+        like = [done for done in self.trials if (done.plan.visual, done.plan.text) == (plan.visual, plan.text)]
+        for done in like:
+            if done.plan.tail == tail:
                 return done
         if self.kv == "fitted":
-            plan, _ = fit(self.model, plan, self.fitting, state=self.state)
-        made = Trial(plan, measure(self.model, plan, self.held, self.known), self.speedup(visual, text))
-        self.trials.append(made)
-        self.say(made)
-        return made
+            # Fitted with the shortest tail, on all positions that may be context, it serves every tail.
+            made = like[0].plan if like else fit(self.model, replace(plan, tail=1), self.fitting, state=self.state,
+                                                 progress=self._told("fitting", plan))[0]
+            plan = replace(made, tail=tail)
+        quality = measure(self.model, plan, self.held, self.known, progress=self._told("measuring", plan))
+        trial = Trial(plan, _of_all(quality), self.speedup(visual, text, tail))
+        self.trials.append(trial)
+        self.say(trial)
+        return trial
+
+    def _told(self, what: str, plan: PruningPlan) -> Callable[[range], Iterable[int]]:
+        return lambda loop: self.track(loop, f"{what} {len(plan.visual)} + {len(plan.text)} of {self.depth} layers")
+
+    def cheapest(self, count: int, kind: Literal["visual", "text"], beside: Layers = frozenset()) -> Layers:
+        """So many layers whose removal costs least by the profile's joint Fisher information, found one by one."""
+        assert self.profile is not None
+        found: set[int] = set()
+        while len(found) < count:
+            costs = {}
+            for layer in range(1, self.depth):  # to skip the first layer, too, would leave nothing of the images
+                if layer not in found:
+                    by_kind: dict[str, Iterable[int]] = {"visual": beside, "text": beside} | {kind: {*found, layer}}
+                    if not self.visual:
+                        by_kind["visual"] = ()
+                    costs[layer] = self.profile.removal_cost(**by_kind)
+            found.add(min(costs, key=costs.__getitem__))
+        return frozenset(found)
 
 
-def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, divergence: float | None = None,
-           agreement: float = 0.98, speedup: float | None = None, kv: Literal["own", "fitted"] = "fitted",
-           tail: int = 1, answer_tokens: int = 8, state: str | os.PathLike[str] | None = None,
-           say: Callable[[Trial], None] = lambda trial: None) -> Choice:
+def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budget, *,
+           kv: Literal["own", "fitted"] = "fitted", tails: Sequence[int] = TAILS,
+           profile: ImportanceProfile | None = None, answer_tokens: int = 8,
+           state: str | os.PathLike[str] | None = None, say: Callable[[Trial], None] = lambda trial: None,
+           track: Track = lambda loop, what: loop) -> Choice:
     """Searches for a plan, and measures what it costs before it is used.
 
     Plans are suffixes of layers, one for visual and one for text context; visual positions skip at least as many. A
     budget of quality asks for the fastest plan within it: first how deep visual positions may skip, then how deep text
-    may beside them. A speed asks for the plan of that speed that is nearest to the full model: from all positions alike
-    to visual positions alone, as far as either goes.
+    may beside them, with each of the tails. A speed asks for the plan of that speed that is nearest to the full model:
+    from all positions alike to visual positions alone, as far as either goes. A ratio asks for the layers of so large
+    a share that all context positions skip. With a profile, the sets of as many layers that it holds to be the cheapest
+    are tried beside the best suffixes.
+
+    Where `torch.distributed` is up, each process gives its share of the samples, and all get the same choice.
 
     Args:
         model: with its language-model head, in eval mode. Left as it was.
         samples: prompts, each what a processor returns for one, `[1, T]`.
-        divergence: the largest mean KL(full || pruned) of the first token, in nats; 0.01 if no speed-up is asked for.
-        agreement: beside it, the least share of prompts whose first token stays the same.
-        speedup: of the decoder's prefill, as the cost model allows it on prompts of the samples' mean length.
+        budget: what to look for.
         kv: fitted projections, or the layers' own as in the paper.
-        tail: the last positions of a prompt that run in full.
+        tails: how many of a prompt's last positions may run in full; the first is the one to begin with.
+        profile: of this model.
         answer_tokens: the answer over which agreement is told as well.
         state: a folder in which a fit's moments are kept, so that an interrupted search goes on.
         say: called with each trial.
+        track: goes around each loop over prompts.
 
     Raises:
-        SelectionError: two budgets, an impossible one, or too few samples.
-        FittingError, PlanError, UnsupportedModel: as `fit` raises them.
+        SelectionError: too few samples.
+        FittingError, PlanError, UnsupportedModel, ProfileError: as `fit` and the profile raise them.
     """
-    if speedup is not None and divergence is not None:
-        raise SelectionError("give a speedup or a divergence, not both")
-    if (speedup is not None and speedup < 1) or (divergence is not None and divergence < 0) or not 0 <= agreement <= 1:
-        raise SelectionError(f"a speedup of {speedup}, a divergence of {divergence} and an agreement of {agreement} "
-                             "are no budget; give a speedup from 1 on, or a divergence from 0 on and an agreement "
-                             "up to 1")
     if len(samples) < 2 * HELD_OUT:
         raise SelectionError(f"there are {len(samples)} prompts, and every {HELD_OUT}th is held out to measure on; "
                              f"give at least {2 * HELD_OUT}")
-    held, fitting = ([samples[index] for index in range(len(samples)) if (index % HELD_OUT == HELD_OUT - 1) is which]
-                     for which in (True, False))
+    if profile is not None:
+        profile.check(fingerprint(model))
+    held, fitting = (_Some(samples, [index for index in range(len(samples))
+                                     if (index % HELD_OUT == HELD_OUT - 1) is which]) for which in (True, False))
     visual, text = _mean_lengths(model, held)
-    known = references(model, held, answer_tokens=answer_tokens)
-    search = _Search(model, fitting, held, known, visual, text, kv, tail, state, say, [])
-    if speedup is not None:
-        return _fastest_enough(search, speedup)
-    return _within(search, 0.01 if divergence is None else divergence, agreement)
+    known = references(model, held, answer_tokens=answer_tokens,
+                       progress=lambda loop: track(loop, "answering in full"))
+    search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, [])
+    if budget.speedup is not None:
+        return _fastest_enough(search, budget.speedup)
+    if budget.ratio is not None:
+        return _of_ratio(search, budget.ratio)
+    assert budget.divergence is not None
+    return _within(search, budget.divergence, budget.agreement)
+
+
+class _Some(Sequence[Mapping[str, Any]]):
+    """Some of the samples, each prepared when it is asked for."""
+
+    def __init__(self, samples: Sequence[Mapping[str, Any]], indices: list[int]) -> None:
+        self.samples, self.indices = samples, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.samples[self.indices[index]]
 
 
 def _within(search: _Search, divergence: float, agreement: float) -> Choice:
-    last = search.depth - 1
+    last, tail = search.depth - 1, search.tails[0]
 
     def good(trial: Trial) -> bool:
-        figures = trial.quality.figures()
-        return figures["mean_kl"] <= divergence and figures["agreement"] >= agreement
+        return trial.kl <= divergence and trial.quality.figures()["agreement"] >= agreement
+
+    def pair(visual: int | None, text: int, tail: int) -> bool:
+        return good(search.trial(search.after(text if visual is None else visual), search.after(text), tail))
 
     # To skip the last layer changes nothing, and the more layers are skipped before it, the dearer.
-    first = _first(lambda layer: good(search.trial(layer, last)), 1, last) if search.visual else None
-    _first(lambda layer: good(search.trial(layer if first is None else first, layer)), first or 1, last)
+    visual = _first(lambda layer: pair(layer, last, tail), 1, last) if search.visual else None
+    text = last
+    for tail in search.tails:
+        text = _first(partial(pair, visual, tail=tail), 1 if visual is None else visual, text)
+    if search.profile is not None:
+        best = max(filter(good, search.trials), key=lambda trial: trial.speedup, default=None)
+        while best is not None:  # a layer more, for as long as that holds
+            more = [_free(search, best, *extra) for extra in ((1, 0), (0, 1), (1, 1)) if _fits(search, best, *extra)]
+            best = max(filter(good, more), key=lambda trial: trial.speedup, default=None)
     served = [trial for trial in search.trials if good(trial)]
-    nearest = min(search.trials, key=lambda trial: trial.quality.figures()["mean_kl"])
+    nearest = min(search.trials, key=lambda trial: trial.kl)
     return Choice(max(served, key=lambda trial: trial.speedup, default=nearest), bool(served), search.trials)
 
 
@@ -157,36 +265,84 @@ def _first(good: Callable[[int], bool], first: int, last: int) -> int:
 
 def _fastest_enough(search: _Search, speedup: float, most: int = 5) -> Choice:
     last = search.depth - 1
-    pairs: dict[int, tuple[int, int]] = {}
-    for visual in range(1, last + 1):
-        # The fewest layers that text must skip beside these; the fewest visual ones that this many allow come last.
-        for text in range(last, visual - 1, -1):
-            if search.speedup(visual, text) >= speedup:
-                pairs[text] = (visual, text)
-                break
-    if not pairs:
-        return Choice(search.trial(1, 1), False, search.trials)
-    candidates = list(pairs.values())
-    for pair in {*candidates[::max(1, -(-len(candidates) // most))], candidates[-1]}:
-        search.trial(*pair)
-    return Choice(min(search.trials, key=lambda trial: trial.quality.figures()["mean_kl"]), True, search.trials)
+    for number, tail in enumerate(search.tails):
+        pairs: dict[int, tuple[Layers, Layers]] = {}
+        for first in range(1, last + 1):
+            # The fewest layers that text must skip beside these; the fewest visual ones that this many allow come last.
+            for text in range(last, first - 1, -1):
+                if search.speedup(search.after(first), search.after(text), tail) >= speedup:
+                    pairs[text] = (search.after(first), search.after(text))
+                    break
+        candidates = list(pairs.values())
+        if number and search.trials and candidates:  # another tail: only about as deep in text as was best
+            text = len(min(search.trials, key=lambda trial: trial.kl).plan.text)
+            candidates = [min(candidates, key=lambda pair: abs(len(pair[1]) - text))]
+        for pair in candidates[:-1:max(1, -(-len(candidates) // most))] + candidates[-1:]:
+            search.trial(*pair, tail)
+    if not search.trials:
+        one = search.after(1)
+        return Choice(search.trial(one, one, search.tails[0]), False, search.trials)
+    if search.profile is not None:
+        _free(search, min(search.trials, key=lambda trial: trial.kl))
+    enough = [trial for trial in search.trials if trial.speedup >= speedup]
+    return Choice(min(enough, key=lambda trial: trial.kl), True, search.trials)
+
+
+def _of_ratio(search: _Search, ratio: float) -> Choice:
+    count = round(ratio * search.depth)
+    if not 0 < count < search.depth:
+        raise SelectionError(f"ratio={ratio:g} of {search.depth} layers is {count}; give one that skips some of them "
+                             "and leaves some")
+    suffix = search.after(search.depth - count)
+    best = search.trial(suffix, suffix, search.tails[0])
+    if search.profile is not None:
+        _free(search, best)
+    return Choice(min(search.trials, key=lambda trial: trial.kl), True, search.trials)
+
+
+def _fits(search: _Search, trial: Trial, visual: int, text: int) -> bool:
+    visual, text = len(trial.plan.visual) + visual, len(trial.plan.text) + text
+    return text <= visual < search.depth and (bool(search.visual) or visual == text)
+
+
+def _free(search: _Search, trial: Trial, visual: int = 0, text: int = 0) -> Trial:
+    """The sets that the profile holds cheapest, of as many layers as a plan has and so many more."""
+    by_text = search.cheapest(len(trial.plan.text) + text, "text")
+    by_visual = search.cheapest(len(trial.plan.visual) + visual, "visual", by_text) if search.visual else by_text
+    return search.trial(by_visual, by_text, trial.plan.tail)
 
 
 def _mean_lengths(model: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Mean numbers of visual and text tokens of a prompt."""
     tokens = family_of(model).visual_token_ids(model.config)
     visual = total = 0
-    for sample in samples:
-        ids: Tensor = sample["input_ids"]
+    for index in range(len(samples)):
+        ids: Tensor = samples[index]["input_ids"]
         visual += sum(int((ids == token).sum()) for token in tokens)
         total += ids.numel()
-    return round(visual / len(samples)), round((total - visual) / len(samples))
+    means = torch.tensor([visual, total - visual, len(samples)], dtype=torch.float64)
+    if _several():
+        torch.distributed.all_reduce(means)
+    return round(means[0].item() / means[2].item()), round(means[1].item() / means[2].item())
+
+
+def _of_all(quality: Quality) -> Quality:
+    """That of all processes' prompts, where there are several."""
+    if not _several():
+        return quality
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, quality)
+    return Quality(*(torch.cat([getattr(one, name) for one in every]) for name in Quality.__dataclass_fields__))
+
+
+def _several() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def described(trial: Trial, model: Any) -> PruningPlan:
     """The trial's plan with its figures in its source, for this model."""
     figures = trial.quality.figures()
-    source = (f"{trial.plan.source or 'suffixes'}; on {len(trial.quality)} held-out prompts KL "
-              f"{figures['mean_kl']:.4f} (95 %: {figures['p95_kl']:.4f}), first token agrees "
-              f"{figures['agreement']:.1%}, answer {figures['answer_agreement']:.1%}; allows {trial.speedup:.2f}x")
+    source = (f"calibrated; on {len(trial.quality)} held-out prompts KL {figures['mean_kl']:.4f} "
+              f"(95 %: {figures['p95_kl']:.4f}), first token agrees {figures['agreement']:.1%}, answer "
+              f"{figures['answer_agreement']:.1%}; allows {trial.speedup:.2f}x")
     return replace(trial.plan, source=source, fingerprint=fingerprint(model))

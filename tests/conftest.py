@@ -30,6 +30,14 @@ def make() -> Iterator[Callable[..., Any]]:
         popvlm.restore(model)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Away from the plans that this machine's user has calibrated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POPVLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)

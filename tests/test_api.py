@@ -17,8 +17,6 @@ from popvlm import PlanError, ProcessorError, PruningPlan, UnsupportedModel
 def test_the_calls_of_the_readme(make, tmp_path):
     model = make("qwen3_vl")
     assert popvlm.plan_of(model) is None
-    assert popvlm.accelerate(None, model) is model
-    assert popvlm.plan_of(model) == PruningPlan.last(LAYERS, 1 / 3)
     assert popvlm.accelerate(None, model, plan="last-third") is model
     assert popvlm.plan_of(model) == PruningPlan.last(LAYERS, 1 / 3)
     popvlm.accelerate(None, model, ratio=0.5)
@@ -41,7 +39,7 @@ def test_the_calls_of_the_readme(make, tmp_path):
 
 def test_the_plan_in_force_knows_its_model(make, tmp_path):
     model = make("gemma3")
-    plan = popvlm.plan_of(popvlm.accelerate(None, model))
+    plan = popvlm.plan_of(popvlm.accelerate(None, model, plan="last-third"))
     assert (plan.fingerprint.family, plan.fingerprint.num_layers, plan.fingerprint.hidden_size) == ("gemma3", 6, 64)
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match=r"made for another model .*family gemma3, not llama.; make one"):
@@ -54,11 +52,12 @@ def processor(image_token_id=None, vocab_size=280):
 
 
 def test_good_processors(make):
-    popvlm.accelerate(processor(IMAGE), make("qwen3_vl"))
+    popvlm.accelerate(processor(IMAGE), make("qwen3_vl"), plan="last-third")
     gemma = make("gemma3")
-    popvlm.accelerate(processor(IMAGE), gemma)
-    popvlm.accelerate(processor(gemma.config.boi_token_index), gemma)  # what transformers 5's Gemma3Processor names
-    popvlm.accelerate(processor(), make("llama"))
+    popvlm.accelerate(processor(IMAGE), gemma, plan="last-third")
+    popvlm.accelerate(processor(gemma.config.boi_token_index), gemma,
+                      plan="last-third")  # what transformers 5's Gemma3Processor names
+    popvlm.accelerate(processor(), make("llama"), plan="last-third")
 
 
 BAD = {
@@ -66,9 +65,10 @@ BAD = {
                                 "for 7 decoder layers and this model has 6; make one with num_layers=6"),
     "a ratio of 1": (dict(ratio=1), PlanError, "ratio is 1; give"),
     "a ratio below 0": (dict(ratio=-1), PlanError, "ratio is -1; give"),
-    "both": (dict(ratio=0.5, plan="lossless"), PlanError, "either ratio or plan, not both"),
+    "both": (dict(ratio=0.5, plan="lossless"), PlanError, "plan says it all; leave out ratio"),
     "no such file": (dict(plan="nowhere.json"), PlanError, "no plan to read at nowhere.json"),
-    "no plan at all": (dict(plan=3), PlanError, "plan is 3; give a PruningPlan, the path of one, 'lossless' or"),
+    "no plan at all": (dict(plan=3), PlanError,
+                       "plan is 3; give a PruningPlan, the path of one, 'auto', 'lossless' or"),
     "fits of other widths": (dict(plan=PruningPlan(LAYERS, {5}, fitted={"visual.5.weight": torch.zeros(32, 64),
                                                                         "visual.5.bias": torch.zeros(32)})),
                              PlanError, r"has shape \[32, 64\] and this model needs \[64, 64\]; fit the plan"),
@@ -126,7 +126,7 @@ def test_a_model_that_attends_both_ways():
     model = build("gemma3_text")
     model.config.use_bidirectional_attention = True
     with pytest.raises(UnsupportedModel, match="bidirectional attention"):
-        popvlm.accelerate(None, model)
+        popvlm.accelerate(None, model, plan="last-third")
     assert isinstance(model.config, Gemma3TextConfig)
 
 
@@ -143,7 +143,7 @@ def test_an_attention_implementation_popvlm_does_not_know_runs_in_full(make, mon
 
 def test_generate_still_refuses_arguments_it_does_not_know(make):
     model = make("llama")
-    popvlm.accelerate(None, model)
+    popvlm.accelerate(None, model, plan="last-third")
     with pytest.raises(ValueError, match="no_such_argument"):
         model.generate(input_ids=torch.ones(1, 4, dtype=torch.long), no_such_argument=1, max_new_tokens=1)
 
@@ -160,7 +160,7 @@ def test_fitted_tensors_for_a_kind_that_the_model_has_not(make):
 @pytest.mark.parametrize("wrong", [None, "a name", "inner"])
 def test_the_wrong_object_is_told_rather_than_passed_over(make, wrong):
     model = make("qwen3_vl")
-    popvlm.accelerate(None, model)
+    popvlm.accelerate(None, model, plan="last-third")
     thing = model.model if wrong == "inner" else wrong
     for call in popvlm.plan_of, popvlm.restore, lambda thing: popvlm.full_prefill(thing).__enter__():
         with pytest.raises(UnsupportedModel, match="does not know"):

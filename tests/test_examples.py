@@ -10,6 +10,8 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import popvlm
+import popvlm.embedded
+import random_qwen3_vl
 from models import oracle
 
 torchvision = pytest.importorskip("torchvision")
@@ -27,12 +29,12 @@ def run(script, *arguments):
 def folder(tmp_path_factory):
     pytest.importorskip("transformers", minversion="5.0")
     path = tmp_path_factory.mktemp("model")
-    run("random_qwen3_vl.py", path)
+    random_qwen3_vl.write(path)
     return path
 
 
-def test_ask_an_image(folder):
-    said = run("ask_an_image.py", folder, ROOT / "examples/images/chart.png", "Which day sold the most?")
+def test_ask_an_image():
+    said = run("ask_an_image.py", popvlm.embedded.folder("tiny-qwen3-vl"), ROOT / "examples/images/chart.png", "Which day sold the most?")
     assert [line.split(":")[0] for line in said.splitlines() if ":" in line] == ["pruned", "full"]
 
 
@@ -75,6 +77,6 @@ def test_another_models_processor(folder):
     processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
     model.config.image_token_id += 1
     with pytest.raises(popvlm.ProcessorError, match="image token"):
-        popvlm.accelerate(processor, model)
+        popvlm.accelerate(processor, model, plan="last-third")
     with pytest.raises(popvlm.ProcessorError, match="needs its processor"):
-        popvlm.accelerate(processor.tokenizer, model)
+        popvlm.accelerate(processor.tokenizer, model, plan="last-third")

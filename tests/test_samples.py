@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +13,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import Gemma3ForConditionalGeneration, Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
 
+import random_qwen3_vl
 from models import config
 from popvlm.fitting import fit
 from popvlm.mix import KINDS, kind_of
 from popvlm.plan import PruningPlan
 from popvlm.samples import BuiltinMix, Prepared, SampleError, Tally, UnreadableImage, describe, prepare
 
-ROOT = Path(__file__).parents[1]
 SPECIAL = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
 TEMPLATE = (
     "{% for message in messages %}"
@@ -31,13 +29,13 @@ TEMPLATE = (
     "{% endif %}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
-def tokenizer(template=TEMPLATE):
+def tokenizer(template=TEMPLATE, special=SPECIAL):
     """A token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(token_models.BPE({byte: index for index, byte in enumerate(["<pad>", *alphabet])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", extra_special_tokens=SPECIAL)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", extra_special_tokens=special)
     made.chat_template = template
     return made
 
@@ -52,10 +50,7 @@ def processor():
 def qwen():
     pytest.importorskip("torchvision")
     pytest.importorskip("transformers", minversion="5.0")
-    spec = importlib.util.spec_from_file_location("random_qwen3_vl", ROOT / "examples" / "random_qwen3_vl.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.processor()
+    return random_qwen3_vl.processor()
 
 
 def colour(name):

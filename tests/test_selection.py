@@ -7,9 +7,10 @@ import pytest
 import popvlm
 from models import LAYERS, prompt
 from popvlm import cost
+from popvlm.importance import ProfileError, profile
 from popvlm.plan import PruningPlan
 from popvlm.quality import measure, references
-from popvlm.selection import HELD_OUT, SelectionError, choose, described
+from popvlm.selection import HELD_OUT, Budget, SelectionError, choose, described
 
 
 def prompts(model, images, count=12):
@@ -39,7 +40,7 @@ def test_the_fastest_within_a_divergence(make):
     samples = prompts(model, images=True)
     table = every(model, samples)
     budget = sorted(figures["mean_kl"] for figures in table.values())[len(table) // 2]
-    choice = choose(model, samples, divergence=budget, agreement=0, kv="own", answer_tokens=2)
+    choice = choose(model, samples, Budget(divergence=budget, agreement=0), kv="own", tails=(1,), answer_tokens=2)
     assert choice.met
     assert choice.best.quality.figures()["mean_kl"] <= budget
     for trial in choice.trials:
@@ -55,7 +56,8 @@ def test_the_fastest_within_a_divergence(make):
 
 def test_no_loss_allowed_leaves_the_last_layer(make):
     model = make("llama")
-    choice = choose(model, prompts(model, images=False), divergence=1e-9, agreement=1, kv="own", answer_tokens=2)
+    choice = choose(model, prompts(model, images=False), Budget(divergence=1e-9, agreement=1), kv="own", tails=(1,),
+                    answer_tokens=2)
     assert choice.met
     assert pair(choice.best.plan) == (LAYERS - 1, LAYERS - 1)
 
@@ -66,13 +68,13 @@ def test_the_nearest_of_a_speed(make, family):
     samples = prompts(model, images=family == "qwen3_vl")
     visual = 10 if family == "qwen3_vl" else 0
     text = samples[0]["input_ids"].shape[1] - visual
-    choice = choose(model, samples, speedup=1.3, kv="own", answer_tokens=2)
+    choice = choose(model, samples, Budget(speedup=1.3), kv="own", tails=(1,), answer_tokens=2)
     assert choice.met
     assert len(choice.trials) > (family == "qwen3_vl")
     for trial in choice.trials:
         assert trial.speedup == cost.limit(model.config, trial.plan, visual, text) >= 1.3
         assert trial.quality.figures()["mean_kl"] >= choice.best.quality.figures()["mean_kl"]
-    out_of_reach = choose(model, samples, speedup=50, kv="own", answer_tokens=2)
+    out_of_reach = choose(model, samples, Budget(speedup=50), kv="own", tails=(1,), answer_tokens=2)
     assert not out_of_reach.met
     assert pair(out_of_reach.best.plan) == (1, 1)
 
@@ -81,7 +83,7 @@ def test_fitted_plans_carry_their_figures(make, tmp_path):
     model = make("qwen3_vl")
     samples = prompts(model, images=True, count=24)
     seen = []
-    choice = choose(model, samples, speedup=1.5, answer_tokens=2, state=tmp_path, say=seen.append)
+    choice = choose(model, samples, Budget(speedup=1.5), tails=(1, 3), answer_tokens=2, state=tmp_path, say=seen.append)
     assert seen == choice.trials
     assert choice.best.plan.kv == "fitted"
     plan = described(choice.best, model)
@@ -90,12 +92,54 @@ def test_fitted_plans_carry_their_figures(make, tmp_path):
     popvlm.accelerate(None, model, plan=tmp_path / "plan.json")
 
 
+def test_longer_tails_are_tried_and_share_a_fit(make):
+    model = make("qwen3_vl")
+    samples = prompts(model, images=True, count=24)
+    choice = choose(model, samples, Budget(divergence=0.002, agreement=0), tails=(1, 4), answer_tokens=2)
+    assert {trial.plan.tail for trial in choice.trials} == {1, 4}
+    by_layers = {}
+    for trial in choice.trials:
+        by_layers.setdefault((trial.plan.visual, trial.plan.text), []).append(trial.plan)
+    shared = [plans for plans in by_layers.values() if len(plans) > 1]
+    assert shared
+    for one, other in shared:
+        assert one.fitted.keys() == other.fitted.keys()
+        assert all(one.fitted[name] is other.fitted[name] for name in one.fitted)
+
+
+def test_free_sets_by_the_profile(make):
+    """With a profile the search also tries the cheapest sets, found here by trying every set of that size."""
+    model = make("qwen3_vl")
+    samples = prompts(model, images=True)
+    scores = profile(model, samples, max_new_tokens=2)
+    choice = choose(model, samples, Budget(ratio=0.5), kv="own", tails=(1,), profile=scores, answer_tokens=2)
+    suffix, free = choice.trials
+    assert suffix.plan.visual == suffix.plan.text == frozenset(range(LAYERS // 2, LAYERS))
+    assert len(free.plan.visual) == len(free.plan.text) == LAYERS // 2
+    one = min(range(1, LAYERS), key=lambda layer: scores.removal_cost(text={layer}))
+    assert one in free.plan.text, "the cheapest layer is in the set that is found one by one"
+    assert choice.best.kl == min(suffix.kl, free.kl)
+    fast = choose(model, samples, Budget(divergence=1.0, agreement=0), kv="own", tails=(1,), profile=scores,
+                  answer_tokens=2)
+    for trial in fast.trials:
+        assert trial.speedup <= fast.best.speedup or trial.kl > 1.0
+        assert trial.speedup == cost.limit(model.config, trial.plan, 10, samples[0]["input_ids"].shape[1] - 10)
+
+
 def test_refusals(make):
     model = make("llama")
     samples = prompts(model, images=False)
-    with pytest.raises(SelectionError, match="not both"):
-        choose(model, samples, divergence=0.1, speedup=2)
-    with pytest.raises(SelectionError, match="no budget"):
-        choose(model, samples, speedup=0.5)
+    with pytest.raises(SelectionError, match="not two"):
+        Budget(divergence=0.1, speedup=2)
+    with pytest.raises(SelectionError, match="not two"):
+        Budget(ratio=0.3, speedup=2)
+    for impossible in {"speedup": 0.5}, {"ratio": 1.0}, {"divergence": -1}, {"speedup": float("nan")}, {"agreement": 2}:
+        with pytest.raises(SelectionError, match="no budget"):
+            Budget(**impossible)
     with pytest.raises(SelectionError, match="at least 8"):
-        choose(model, samples[:5])
+        choose(model, samples[:5], Budget())
+    with pytest.raises(SelectionError, match="is 0"):
+        choose(model, samples, Budget(ratio=0.01), kv="own")
+    with pytest.raises(ProfileError, match="another model"):
+        other = make("qwen3_vl")
+        choose(model, samples, Budget(), profile=profile(other, prompts(other, images=True, count=1), max_new_tokens=1))

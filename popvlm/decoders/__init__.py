@@ -74,6 +74,19 @@ def family_of(model: nn.Module) -> Family:
                            "tests/models.py")
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside what PEFT, torch.compile or data parallelism put around it."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
 def _supported() -> str:
     return ", ".join(sorted(model.__name__ for model in models()))
 

@@ -7,7 +7,6 @@ decoder comes from PyPI, its vision tower, projector and adapter from the packag
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -25,6 +24,8 @@ from transformers import (
     Gemma3ImageProcessor,
     Gemma3Processor,
 )
+
+from popvlm import cache
 
 HERE = Path(__file__).parent
 WEIGHTS = {"tiny-qwen3-vl": "model.safetensors", "gemma-3-270m-vision": "trained.safetensors"}
@@ -63,18 +64,13 @@ def demo_questions() -> list[tuple[Path, str]]:
             for line in (images / "questions.tsv").read_text().splitlines()]
 
 
-def cache() -> Path:
-    """Where models that were put together are kept."""
-    return Path(os.environ.get("POPVLM_CACHE") or Path.home() / ".cache" / "popvlm")
-
-
 def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ours.iterdir()) if path.is_file()))
-    done = cache() / f"{ours.name}-{digest.hexdigest()[:12]}"
+    done = cache.folder() / f"{ours.name}-{digest.hexdigest()[:12]}"
     if done.exists():
         return done
-    cache().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache()) as space:
+    cache.folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.folder()) as space:
         model, processor = gemma_base(ours, Path(space), say)
         say("adding vision tower, projector and adapter")
         merge(model, load_file(ours / "trained.safetensors"))

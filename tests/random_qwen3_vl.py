@@ -1,11 +1,5 @@
-"""Writes a small Qwen3-VL with random weights and a real processor to a folder that AutoProcessor and AutoModel load.
+"""A small Qwen3-VL with random weights and a real processor, in a folder that AutoProcessor and AutoModel load."""
 
-Its answers mean nothing: it is for trying the code where no checkpoint is at hand.
-
-    python examples/random_qwen3_vl.py FOLDER
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -64,6 +58,3 @@ def write(folder: Path) -> None:
     ours.save_pretrained(folder)
     model(ours.tokenizer.get_vocab()).save_pretrained(folder)
 
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))

@@ -1,0 +1,253 @@
+"""A plan for this very model: found in the cache, published with the package, or calibrated now and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from popvlm import __version__, cache
+from popvlm.importance import ImportanceProfile, profile
+from popvlm.plan import PlanError, PruningPlan
+from popvlm.samples import BuiltinMix, Prepared, Tally, describe
+from popvlm.selection import Budget, Choice, Track, Trial, choose, described
+
+PROMPTS = 128
+"""Of the built-in mix, where no samples are given; every fourth is held out."""
+
+PUBLISHED = Path(__file__).parent / "published"
+"""Plans that come with the package, as `<name>.<identity>.json`."""
+
+ANSWER = 32
+"""The longest answer, in tokens, over which gates score the layers."""
+
+SAMPLED = 64
+"""Numbers of each weight that go into a model's identity."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found, and what it was found from.
+
+    Args:
+        plan: with its figures in `source`.
+        choice: all that was tried, and whether the budget was met.
+        budget, kv: what was asked for.
+        tallies: the prompts by kind, "all" last; every fourth was held out.
+        profile: the gate gradients, where they were asked for.
+        seconds: how long it took this time.
+    """
+
+    plan: PruningPlan
+    choice: Choice
+    budget: Budget
+    kv: str
+    tallies: dict[str, Tally]
+    profile: ImportanceProfile | None
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """The same in plain numbers, for JSON."""
+        def row(trial: Trial) -> dict[str, Any]:
+            plan = trial.plan
+            return {"visual": sorted(plan.visual), "text": sorted(plan.text), "tail": plan.tail, "kv": plan.kv,
+                    "speedup_limit": trial.speedup, **trial.quality.figures()}
+
+        return {"popvlm": __version__, "budget": str(self.budget), "met": self.choice.met, "seconds": self.seconds,
+                "best": row(self.choice.best), "trials": [row(trial) for trial in self.choice.trials],
+                "samples": {kind: asdict(tally) | {"visual_share": tally.visual_share}
+                            for kind, tally in self.tallies.items()}}
+
+
+def calibrate(processor: Any, model: nn.Module, samples: Any = None, *, budget: Budget | None = None,
+              kv: Literal["own", "fitted"] = "fitted", gates: bool = False,
+              state: str | os.PathLike[str] | None = None, say: Callable[[Trial], None] = lambda trial: None,
+              track: Track = lambda loop, what: loop) -> Calibration:
+    """Finds a plan for the model by what it costs on held-out prompts.
+
+    Where `torch.distributed` is up, the processes share the samples and all get the same plan.
+
+    Args:
+        processor: the model's processor, or a text-only model's tokenizer.
+        model: with its language-model head, in eval mode. Left as it was.
+        samples: prompts, in any form that `Prepared` takes; the built-in mix if none are given.
+        budget: of quality or speed; by default a KL of 0.01 nats and 98 % agreement.
+        kv: fitted projections, or the layers' own as in the paper.
+        gates: whether to score the layers by virtual gates too and try the sets of layers that they hold cheapest.
+        state: a folder of this model and these samples, with which an interrupted calibration goes on.
+        say: called with each plan that was measured.
+        track: goes around each loop over prompts.
+
+    Raises:
+        SampleError, SelectionError, FittingError, ProfileError, UnsupportedModel: as its parts raise them; the message
+            names the fix.
+    """
+    began = time.monotonic()
+    budget = budget or Budget()
+    prepared = samples if isinstance(samples, Prepared) else Prepared(
+        processor, BuiltinMix(PROMPTS) if samples is None else samples)
+    mine: Sequence[Any] = prepared
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        mine = _Share(prepared, range(rank, len(prepared), world))
+    scored = None
+    if gates:
+        path = None if state is None else Path(state) / "profile.safetensors"
+        scored = _profiled(model, prepared, path, track)
+    choice = choose(model, mine, budget, kv=kv, profile=scored, state=state, say=say, track=track)
+    return Calibration(described(choice.best, model), choice, budget, kv, describe(prepared), scored,
+                       time.monotonic() - began)
+
+
+class _Share(Sequence[Any]):
+    """This process's share of the samples."""
+
+    def __init__(self, samples: Sequence[Any], indices: range) -> None:
+        self.samples, self.indices = samples, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.samples[self.indices[index]]
+
+
+def _profiled(model: nn.Module, samples: Sequence[Any], path: Path | None, track: Track) -> ImportanceProfile:
+    def told(loop: range) -> Iterable[int]:
+        return track(loop, "scoring layers by virtual gates")
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return profile(model, samples, path=path, max_new_tokens=ANSWER, progress=told)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ours = profile(model, samples, path=path and path.with_suffix(f".{rank}{path.suffix}"),
+                   max_new_tokens=ANSWER, indices=range(rank, len(samples), world), progress=told)
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, ours)
+    return ImportanceProfile.merge(every)
+
+
+def automatic(processor: Any, model: nn.Module, samples: Any = None, *, budget: Budget | None = None,
+              kv: Literal["own", "fitted"] = "fitted") -> tuple[PruningPlan, str]:
+    """The plan for this very model and budget, and a line that says where it is from.
+
+    In turn: the cached one; one published with the package (for the default budget, where no samples are given); or
+    calibrated now, with a progress bar, and cached. An interrupted calibration goes on with the next call.
+
+    Args:
+        processor: the model's processor, or a text-only model's tokenizer; needed to calibrate only.
+        model, samples, budget, kv: as `calibrate` takes them.
+
+    Raises:
+        PlanError: it has to be calibrated and there is no processor.
+        SampleError, SelectionError, FittingError, UnsupportedModel: as `calibrate` raises them.
+    """
+    budget = budget or Budget()
+    if samples is not None:
+        samples = Prepared(processor, samples)
+    elif kept := known(model, budget, kv):
+        return kept
+    folder = _folder(model, budget, kv, samples)
+    if samples is not None and (kept := _cached(folder)):
+        return kept
+    if processor is None:
+        raise PlanError("there is no plan for this model yet, and to calibrate one takes its processor; give it, or "
+                        "plan='last-third', the paper's recipe, which needs no calibration")
+    with progress(f"popvlm: no plan for this model yet; calibrating for {budget} (once; an interrupted run goes on; "
+                  "plan='last-third' needs none)") as (say, track):
+        found = calibrate(processor, model, samples, budget=budget, kv=kv,
+                          state=folder / "state", say=say, track=track)
+    found.plan.save(folder / "plan.json")
+    (folder / "record.json").write_text(json.dumps(found.record(), indent=1))
+    met = "" if found.choice.met else f", the nearest there is: no plan meets {budget}"
+    return found.plan, f"calibrated now and kept in {folder}{met}"
+
+
+def known(model: nn.Module, budget: Budget | None = None, kv: str = "fitted") -> tuple[PruningPlan, str] | None:
+    """A plan for this very model that is in the cache or comes with the package, and where it is from."""
+    budget = budget or Budget()
+    if budget == Budget() and kv == "fitted":
+        for published in PUBLISHED.glob(f"*.{identity(model)}.json"):
+            return PruningPlan.load(published), f"published with popvlm for {published.name.split('.')[0]}"
+    return _cached(_folder(model, budget, kv, None))
+
+
+def _folder(model: nn.Module, budget: Budget, kv: str, samples: Prepared | None) -> Path:
+    asked = json.dumps([__version__, str(budget), kv, None if samples is None else _digest(samples)])
+    return cache.folder() / "plans" / identity(model) / hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def _cached(folder: Path) -> tuple[PruningPlan, str] | None:
+    file = folder / "plan.json"
+    if not file.exists():
+        return None
+    try:
+        return PruningPlan.load(file), f"cached in {folder}"
+    except PlanError:  # half-copied, or edited: made again
+        return None
+
+
+def identity(model: Any) -> str:
+    """16 hexadecimal digits of the model's config and weights, of which it looks at `SAMPLED` numbers each.
+
+    The same whether loaded in float32 or bfloat16, on whichever devices.
+    """
+    config = model.config.get_text_config().to_dict()
+    told = {key: config[key] for key in sorted(config) if isinstance(config[key], (int, float, str, bool, list))
+            and not key.startswith("_") and "dtype" not in key and key != "use_cache"}
+    digest = hashlib.sha256(json.dumps(told).encode())
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name}{list(weight.shape)}".encode())
+        if weight.device.type != "meta" and weight.is_floating_point():
+            flat = weight.detach().reshape(-1)
+            some = flat[::max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
+            digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest(samples: Prepared) -> str:
+    digest = hashlib.sha256()
+    for index in range(len(samples)):
+        for name, value in sorted(samples[index].items()):
+            if isinstance(value, Tensor):
+                digest.update(name.encode())
+                digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def progress(title: str, quiet: bool = False) -> Iterator[tuple[Callable[[Trial], None], Track]]:
+    """A bar for each loop on standard error, and a line for each plan that was measured: for `calibrate`."""
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    console.print(title, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        def track(loop: range, what: str) -> Iterable[int]:
+            task = bar.add_task(what, total=len(loop))
+            for item in loop:
+                yield item
+                bar.advance(task)
+            bar.remove_task(task)
+
+        def say(trial: Trial) -> None:
+            console.print(line(trial), soft_wrap=True)
+
+        yield say, track
+
+
+def line(trial: Trial) -> str:
+    """A measured plan in a line."""
+    plan, figures = trial.plan, trial.quality.figures()
+    tail = f", tail {plan.tail}" if plan.tail > 1 else ""
+    return (f"  visual skips {len(plan.visual)} of {plan.num_layers}, text {len(plan.text)}{tail}: KL "
+            f"{figures['mean_kl']:.4f}, agrees {figures['agreement']:.0%}, allows {trial.speedup:.2f}x")
