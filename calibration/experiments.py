@@ -1,0 +1,371 @@
+"""Five experiments on calibration, one command each; results as JSON and a plot in calibration/results.
+
+    python calibration/experiments.py predicted tiny-qwen3-vl     # what gates predict against what plans cost
+    python calibration/experiments.py frontier tiny-qwen3-vl      # speed-up against divergence, agreement and accuracy
+    python calibration/experiments.py travel tiny-qwen3-vl        # fitted on one kind of prompt, tested on the others
+    python calibration/experiments.py enough tiny-qwen3-vl        # how many prompts a fit and a profile need
+    python calibration/experiments.py expense tiny-qwen3-vl       # time and memory of calibrating beside a plain pass
+
+Models: the embedded VLMs (tiny-qwen3-vl, gemma-3-270m-vision), and the real decoders (smollm2-135m, gemma-3-270m) of
+eval/real_decoders.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from scipy.stats import spearmanr
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "eval" / "training")]
+
+from popvlm import PruningPlan, cost, prefill
+from popvlm.decoders import family_of
+from popvlm.fitting import fit
+from popvlm.importance import ImportanceProfile, plot, profile
+from popvlm.quality import continued, measure, placed, references
+from popvlm.samples import BuiltinMix, Prepared
+from popvlm.selection import _mean_lengths as mean_lengths
+
+RESULTS = Path(__file__).parent / "results"
+DECODERS = "smollm2-135m", "gemma-3-270m"
+app = typer.Typer(help=__doc__, no_args_is_help=True)
+Samples = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Subject:
+    """A model, and its prompts by kind: `prompts(kind, split, count)`, and `answers` to those that have one."""
+
+    name: str
+    model: Any
+    kinds: tuple[str, ...]
+    prompts: Callable[[str, str, int], Samples]
+    answers: Callable[[str, int], list[torch.Tensor]] | None = None
+
+    @property
+    def depth(self) -> int:
+        depth: int = self.model.config.get_text_config().num_hidden_layers
+        return depth
+
+    def mix(self, split: str, count: int) -> Samples:
+        """Of all kinds in turn."""
+        each = [self.prompts(kind, split, -(-count // len(self.kinds))) for kind in self.kinds]
+        return Kept([each[index % len(each)][index // len(each)] for index in range(count)])
+
+
+class Kept(list[Any]):
+    """Prompts that were prepared once."""
+
+
+def subject(name: str) -> Subject:
+    if name in DECODERS:
+        import real_decoders
+        return real_decoders.subject(name, Subject)
+    from data import easy
+    from scenes import SIZES, SQUARE, scene
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from popvlm import embedded
+    path = embedded.folder(name, print)
+    processor = AutoProcessor.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    square = name.startswith("gemma")
+    own = ("easy", "shapes", "signs", "table", "chart", "diagram")
+    drawn = {"documents": ("document", "dense text"), "photographs": ("scene",), "screenshots": ("screenshot",),
+             "text": ("text",), "code": ("code",)}
+
+    def asked(kind: str, split: str, index: int) -> tuple[Any, Any]:
+        rng = random.Random(f"{kind}-{split}-{index}")
+        if kind == "easy":
+            picture: Any = rng.choice(easy("test" if split == "test" else "train"))
+        else:
+            picture = scene(f"calibration-{split}", index, kind, 1, SQUARE if square else SIZES)
+        return picture.image, rng.choice(picture.questions)
+
+    def prompts(kind: str, split: str, count: int) -> Samples:
+        if kind in own:
+            pairs = [asked(kind, split, index) for index in range(count)]
+            made: Any = [{"image": image, "question": one.text} for image, one in pairs]
+        else:
+            made = BuiltinMix(count, seed=int(split == "test"), largest=512, kinds=drawn[kind])
+        return Kept(Prepared(processor, made))
+
+    def answers(split: str, count: int) -> list[torch.Tensor]:
+        stop = model.generation_config.eos_token_id
+        end = stop[-1] if isinstance(stop, list) else stop
+        asked_for = [asked(own[index % len(own)], split, index // len(own))[1] for index in range(count)]
+        return [torch.tensor([*processor.tokenizer(one.answer, add_special_tokens=False)["input_ids"], end])
+                for one in asked_for]
+
+    return Subject(name, model, (*own, *drawn), prompts, answers)
+
+
+def own_mix(it: Subject, split: str, count: int) -> Samples:
+    """Of the kinds that the model answers well: of a VLM its own six, of a decoder all."""
+    kinds = it.kinds[:6] if it.answers else it.kinds
+    return Subject(it.name, it.model, kinds, it.prompts).mix(split, count)
+
+
+def correct(model: Any, plan: PruningPlan | None, samples: Samples, answers: list[torch.Tensor]) -> float:
+    """The share of prompts whose answer, greedily decoded, is the right one."""
+    right = 0
+    with torch.no_grad(), prefill.under(model, plan, family_of(model)):
+        for sample, answer in zip(samples, answers):
+            logits = model(**continued(placed(model, sample), answer), logits_to_keep=len(answer), use_cache=False
+                           ).logits[0]
+            right += bool((logits.argmax(-1) == answer).all())
+    return right / len(samples)
+
+
+def keep(name: str, it: Subject, record: dict[str, Any], figure: Figure | None, table: Table) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}_{it.name}.json").write_text(json.dumps(record, indent=1))
+    if figure is not None:
+        figure.savefig(RESULTS / f"{name}_{it.name}.png", dpi=110)
+    Console().print(table)
+
+
+def axes_of(figure: Figure) -> Any:
+    return figure.subplots()
+
+
+@app.command()
+def predicted(name: str, plans: int = 44, prompts: int = 48, held: int = 24) -> None:
+    """1. The cost that gates predict for a plan against its measured divergence."""
+    it = subject(name)
+    own = own_mix(it, "train", prompts)
+    scores = profile(it.model, own, max_new_tokens=16, progress=told("gates"))
+    scores.save(RESULTS / f"profile_{name}.safetensors")
+    plot(scores).savefig(RESULTS / f"importance_{name}.png", dpi=110)
+    test = own_mix(it, "test", held)
+    known = references(it.model, test)
+    tried = varied(it, plans)
+    depth = it.depth
+    diagonal = {kind: scores.importance(kind) for kind in ("visual", "text")}
+    rows = []
+    for plan in track(tried, "plans"):
+        fitted, _ = fit(it.model, plan, own)
+        rows.append({
+            "visual": sorted(plan.visual), "text": sorted(plan.text),
+            "joint": scores.removal_cost(plan.visual, plan.text),
+            "diagonal": sum(float(diagonal[kind][layer]) for kind in ("visual", "text")
+                            for layer in getattr(plan, kind)) / 2,
+            "depth": sum(depth - layer for kind in ("visual", "text") for layer in getattr(plan, kind)),
+            "own_kl": measure(it.model, plan, test, known).figures()["mean_kl"],
+            "fitted_kl": measure(it.model, fitted, test, known).figures()["mean_kl"]})
+    table = Table("score", "own projections", "fitted", title=f"{name}: Spearman with measured KL, {len(rows)} plans")
+    rank = {}
+    for score in "joint", "diagonal", "depth":
+        rank[score] = [float(spearmanr([row[score] for row in rows], [row[kl] for row in rows]).statistic)
+                       for kl in ("own_kl", "fitted_kl")]
+        table.add_row(score, *(f"{one:.3f}" for one in rank[score]))
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = axes_of(figure)
+    for kl, mark in ("own_kl", "o"), ("fitted_kl", "^"):
+        axes.loglog([max(row["joint"], 1e-9) for row in rows], [max(row[kl], 1e-9) for row in rows], mark,
+                    label=kl.replace("_kl", " projections"), alpha=0.7)
+    axes.set(xlabel="predicted by gates, jointly (nats)", ylabel="measured KL of the first token (nats)", title=name)
+    axes.legend()
+    keep("predicted", it, {"spearman": rank, "prompts": prompts, "held": held, "plans": rows}, figure, table)
+
+
+def varied(it: Subject, count: int) -> list[PruningPlan]:
+    """Suffixes of all lengths, for all positions and for one kind; random sets; different sets for each kind."""
+    rng, depth, visual = random.Random(0), it.depth, it.answers is not None
+    firsts = list(range(1, depth - 1))
+    firsts = firsts[::max(1, len(firsts) // (count // 4))]
+    made = [PruningPlan(depth, range(first, depth), range(first, depth)) for first in firsts]
+    if visual:
+        made += [PruningPlan(depth, visual=range(first, depth)) for first in firsts]
+    while len(made) < count:
+        layers = [rng.sample(range(depth), rng.randint(1, depth // 2)) for _ in range(2)]
+        made.append(PruningPlan(depth, layers[0], layers[rng.random() < 0.5 and visual]))
+    return made[:count]
+
+
+@app.command()
+def frontier(name: str, prompts: int = 96, held: int = 96, tails: str = "1,16,64,128", gates: bool = False) -> None:
+    """2. Speed-up against divergence, agreement and accuracy: own and fitted, all positions and visual only."""
+    it = subject(name)
+    own, test = own_mix(it, "train", prompts), own_mix(it, "test", held)
+    known = references(it.model, test)
+    right = it.answers("test", held) if it.answers else None
+    lengths = mean_lengths(it.model, test)
+    rows = [{"setting": "full", "accuracy": correct(it.model, None, test, right) if right else None}]
+    for ratio in (0.2, 0.25, 1 / 3, 0.4, 0.5, 0.6, 0.75):
+        last = PruningPlan.last(it.depth, ratio)
+        settings = {"all": last} | ({"visual only": PruningPlan(it.depth, visual=last.visual)} if right else {})
+        for which, plan in settings.items():
+            for kv in "own", "fitted":
+                made = plan if kv == "own" else fit(it.model, plan, own, progress=told(f"{ratio:.0%} {which}"))[0]
+                for tail in map(int, tails.split(",")):
+                    if tail > 1 and which == "visual only":
+                        continue
+                    one = replace(made, tail=tail)
+                    row = {"setting": f"{which}, {kv}", "ratio": ratio, "tail": tail,
+                           "speedup_limit": cost.limit(it.model.config, one, *lengths),
+                           **measure(it.model, one, test, known).figures(),
+                           "accuracy": correct(it.model, one, test, right) if right else None}
+                    rows.append(row)
+    table = Table("setting", "layers", "tail", "allows", "KL", "agrees", "answer", "accuracy",
+                  title=f"{name}: {held} held-out prompts of {lengths[0]} visual and {lengths[1]} text tokens")
+    for row in rows:
+        if "ratio" in row:
+            table.add_row(row["setting"], f"{row['ratio']:.0%}", str(row["tail"]), f"{row['speedup_limit']:.2f}x",
+                          f"{row['mean_kl']:.4f}", f"{row['agreement']:.3f}", f"{row['answer_agreement']:.3f}",
+                          "" if row["accuracy"] is None else f"{row['accuracy']:.3f}")
+        elif row["accuracy"] is not None:
+            table.add_row("full", "", "", "1.00x", "0", "1", "1", f"{row['accuracy']:.3f}")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, middle = figure.subplots(1, 2)
+    for setting in dict.fromkeys(row["setting"] for row in rows if "ratio" in row):
+        some = [row for row in rows if row["setting"] == setting and row["tail"] == 1]
+        speeds = [row["speedup_limit"] for row in some]
+        left.semilogy(speeds, [max(row["mean_kl"], 1e-7) for row in some], "o-", label=setting, markersize=4)
+        middle.plot(speeds, [row["agreement"] for row in some], "o-", label=setting, markersize=4)
+    left.set(xlabel="speed-up that the plan allows", ylabel="KL of the first token (nats)", title=name)
+    middle.set(xlabel="speed-up that the plan allows", ylabel="first token agrees")
+    middle.axhline(0.98, color="gray", lw=1, ls="--")
+    left.legend()
+    keep("frontier", it, {"prompts": prompts, "held": held, "lengths": lengths, "rows": rows}, figure, table)
+
+
+@app.command()
+def travel(name: str, prompts: int = 48, held: int = 24, ratio: float = 1 / 3, kinds: str = "") -> None:
+    """3. Fitted on one kind of prompt, tested on each: mean KL."""
+    it = subject(name)
+    plan = PruningPlan.last(it.depth, ratio)
+    chosen = tuple(kinds.split(",")) if kinds else it.kinds
+    tests = {kind: it.prompts(kind, "test", held) for kind in chosen}
+    known = {kind: references(it.model, test) for kind, test in tests.items()}
+    rows: dict[str, dict[str, float]] = {}
+
+    def tested(label: str, made: PruningPlan) -> None:
+        rows[label] = {kind: measure(it.model, made, tests[kind], known[kind]).figures()["mean_kl"] for kind in chosen}
+
+    tested("own", plan)
+    for kind in track(chosen, "kinds"):
+        samples = it.prompts(kind, "train", prompts)
+        there = plan if it.answers is None or kind not in ("text", "code") else PruningPlan(it.depth, text=plan.text)
+        made, _ = fit(it.model, there, samples)
+        tested(kind if there is plan else f"{kind} (text positions only)", made)
+    everything = Subject(it.name, it.model, chosen, it.prompts).mix("train", prompts)
+    tested("mix", fit(it.model, plan, everything)[0])
+    for ridge in 1e-2, 1e-1:
+        tested(f"mix, ridge {ridge:g}", fit(it.model, plan, everything, ridge=ridge)[0])
+    table = Table("fitted on", *chosen, title=f"{name}: KL, the last {ratio:.0%} of layers, {prompts} prompts a fit")
+    for label, row in rows.items():
+        table.add_row(label, *(f"{row[kind]:.4f}" for kind in chosen))
+    keep("travel", it, {"prompts": prompts, "held": held, "ratio": ratio, "rows": rows}, None, table)
+
+
+@app.command()
+def enough(name: str, most: int = 500, held: int = 48, ratio: float = 1 / 3) -> None:
+    """4. Divergence of a fit, and of the layers that gates choose, over the number of prompts."""
+    it = subject(name)
+    sizes = [size for size in (8, 16, 32, 64, 128, 200, 500) if size <= most]
+    samples, test = own_mix(it, "train", sizes[-1]), own_mix(it, "test", held)
+    known = references(it.model, test)
+    last = PruningPlan.last(it.depth, ratio)
+    rows = []
+    scores = profile(it.model, Kept(samples[:min(200, sizes[-1])]), max_new_tokens=16, progress=told("gates"))
+    for size in track(sizes, "sizes"):
+        fitted, report = fit(it.model, last, Kept(samples[:size]))
+        row = {"prompts": size, "fitted": measure(it.model, fitted, test, known).figures(),
+               "held_out_error": sum(line.fitted_keys + line.fitted_values for line in report) / 2 / len(report)}
+        if size <= len(scores):
+            layers = cheapest(first(scores, size), len(last.text))
+            row["gates"] = {"layers": sorted(layers)} | measure(
+                it.model, PruningPlan(it.depth, layers, layers), test, known).figures()
+        rows.append(row)
+    own = measure(it.model, last, test, known).figures()
+    table = Table("prompts", "fitted KL", "error of keys and values", "layers that gates choose, own KL",
+                  title=f"{name}: {ratio:.0%} of the layers; the last ones, own: {own['mean_kl']:.4f}")
+    for row in rows:
+        table.add_row(str(row["prompts"]), f"{row['fitted']['mean_kl']:.4f}", f"{row['held_out_error']:.3f}",
+                      f"{row['gates']['mean_kl']:.4f}" if "gates" in row else "")
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = axes_of(figure)
+    axes.loglog([row["prompts"] for row in rows], [row["fitted"]["mean_kl"] for row in rows], "o-", label="fitted")
+    some = [row for row in rows if "gates" in row]
+    axes.loglog([row["prompts"] for row in some], [row["gates"]["mean_kl"] for row in some], "s-",
+                label="own, layers that gates choose")
+    axes.axhline(own["mean_kl"], color="gray", ls="--", label="own, the last layers")
+    axes.set(xlabel="calibration prompts", ylabel="KL of the first token (nats)", title=name)
+    axes.legend()
+    keep("enough", it, {"held": held, "ratio": ratio, "own": own, "rows": rows}, figure, table)
+
+
+def first(scores: ImportanceProfile, count: int) -> ImportanceProfile:
+    """Of the first samples only."""
+    return replace(scores, **{name: getattr(scores, name)[:count] for name in ("gradients", "indices", "positions",
+                                                                                "losses")})
+
+
+def cheapest(scores: ImportanceProfile, count: int) -> set[int]:
+    """The layers whose removal costs least, jointly, found one by one."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(min(set(range(scores.num_layers)) - found,
+                      key=lambda layer: scores.removal_cost({*found, layer}, {*found, layer})))
+    return found
+
+
+@app.command()
+def expense(name: str, prompts: int = 24, part: str = "") -> None:
+    """5. Seconds and peak memory of gates and of fits beside a plain forward pass of the same prompts."""
+    if part:
+        it = subject(name)
+        samples = own_mix(it, "train", prompts)
+        it.model(**placed(it.model, samples[0]), logits_to_keep=1)
+        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        if part == "forward":
+            with torch.no_grad():
+                for sample in samples:
+                    it.model(**placed(it.model, sample), logits_to_keep=1, use_cache=False)
+        elif part == "gates":
+            profile(it.model, samples, max_new_tokens=16)
+        else:
+            fit(it.model, PruningPlan.last(it.depth, 1 / 3), samples)
+        seconds = time.monotonic() - began
+        print(json.dumps({"seconds": seconds, "above_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+                          / 1024}))
+        return
+    rows = {}
+    for one in "forward", "gates", "fit":
+        done = subprocess.run([sys.executable, __file__, "expense", name, "--prompts", str(prompts), "--part", one],
+                              capture_output=True, text=True, check=True)
+        rows[one] = json.loads(done.stdout.splitlines()[-1])
+    table = Table("", "seconds", "times a forward pass", "memory above the model",
+                  title=f"{name}, {prompts} prompts")
+    for one, row in rows.items():
+        table.add_row(one, f"{row['seconds']:.1f}", f"{row['seconds'] / rows['forward']['seconds']:.1f}",
+                      f"{row['above_mib']:.0f} MiB")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"expense_{name}.json").write_text(json.dumps({"prompts": prompts, "rows": rows}, indent=1))
+    Console().print(table)
+
+
+def told(what: str) -> Callable[[range], Iterable[int]]:
+    return lambda loop: track(loop, what)
+
+
+if __name__ == "__main__":
+    RESULTS.mkdir(exist_ok=True)
+    app()
