@@ -471,7 +471,7 @@ def _observe(model: nn.Module, family: Family, plan: PruningPlan, call: dict[str
     made: dict[tuple[_Group, int, str], Tensor] = {}
 
     def state(group: _Group, module: nn.Module, args: tuple[Any, ...]) -> None:
-        states[group] = _scaled(args[0][masks[group.kind].to(args[0].device)])
+        states[group] = prefill.scaled(args[0][masks[group.kind].to(args[0].device)])
 
     def output(key: tuple[_Group, int, str], module: nn.Module, args: Any, output: Tensor) -> None:
         made[key] = output[masks[key[0].kind].to(output.device)]
@@ -499,12 +499,6 @@ def _observe(model: nn.Module, family: Family, plan: PruningPlan, call: dict[str
             model(**call)
     return [(states[group], torch.cat([made[group, layer, name].to(states[group].device) for layer in group.layers
                                        for name in ("k_proj", "v_proj")], dim=-1)) for group in groups]
-
-
-def _scaled(hidden: Tensor) -> Tensor:
-    """As `PrunedLayer.fit` scales the states."""
-    wide = hidden.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
 
 
 def _own(layer: Any, dtype: torch.dtype, like: Tensor) -> Tensor:

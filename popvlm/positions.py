@@ -107,10 +107,28 @@ class Positions:
         self.in_place = in_place
         self.owned: Tensor | None = None
         """The hidden states that the last pruned layer made, if nobody else can hold them."""
+        self._version: int | None = None
+        self._kept: dict[Kind, Tensor] = {}
         self._most = most
         self._selections: dict[frozenset[Kind], Suffix | Gather | None] = {}
         self._rows: dict[frozenset[Kind], tuple[Any, Any]] = {}
         self._context: dict[Kind, tuple[Tensor, ...]] = {}
+
+    def own(self, hidden: Tensor, skipping: frozenset[Kind]) -> None:
+        """Takes the states that a pruned layer made, in which positions of the kinds `skipping` are as they were."""
+        self.owned = hidden if self.in_place else None
+        # Tensors made in inference mode do not count what is written into them.
+        self._version = None if self.owned is None or hidden.is_inference() else hidden._version
+        self._kept = {kind: made for kind, made in self._kept.items() if kind in skipping}
+
+    def kept(self, hidden: Tensor) -> dict[Kind, Tensor]:
+        """What the pruned layers before made of skipped positions' states, while these are as they were.
+
+        Qwen3-VL adds image features to the states between its first layers (DeepStack), in place in transformers 4.
+        """
+        if hidden is not self.owned or self._version is None or hidden._version != self._version:
+            self._kept = {}
+        return self._kept
 
     def active(self, skipping: frozenset[Kind]) -> Suffix | Gather | None:
         """The active positions of a layer that `skipping` kinds of context skip; None where that is all of them."""

@@ -190,7 +190,7 @@ class PrunedLayer:
         (hidden,) = args
         del kwargs[POSITIONS]
         rotary = self.position_embeddings(self.module, kwargs)
-        keys, values = self.keys_values(active.context(hidden), rotary, active, positions)
+        keys, values = self.keys_values(active.context(hidden), rotary, active, positions, positions.kept(hidden))
         name = "cache" if "cache" in kwargs else "past_key_values"  # renamed in transformers 5
         mask = kwargs["attention_mask"]
         causal = mask is None and self.module.self_attn.config._attn_implementation == "sdpa"
@@ -208,11 +208,11 @@ class PrunedLayer:
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], active: Suffix | Gather,
-                    positions: Positions) -> tuple[Tensor, Tensor]:
+                    positions: Positions, kept: dict[Kind, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, G, C, K]` from the states `[B, C, D]` that reach the layer."""
         attention = self.module.self_attn
         if self.fitted:
-            keys, values = self.fit(hidden, active, positions).chunk(2, dim=-1)
+            keys, values = self.fit(hidden, active, positions, kept).chunk(2, dim=-1)
         else:
             normed = self.module.input_layernorm(hidden)
             keys, values = attention.k_proj(normed), attention.v_proj(normed)
@@ -225,17 +225,22 @@ class PrunedLayer:
         # The family's function rotates queries and keys together: the queries here are none.
         return self.apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)[1], values
 
-    def fit(self, hidden: Tensor, active: Suffix | Gather, positions: Positions) -> Tensor:
-        """Fitted keys and values side by side, `[B, C, 2GK]`, each kind of position by its own projection."""
-        wide = hidden.float()
-        scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+    def fit(self, hidden: Tensor, active: Suffix | Gather, positions: Positions, kept: dict[Kind, Tensor]) -> Tensor:
+        """Fitted keys and values side by side, `[B, C, 2GK]`, each kind of position by its own projection.
+
+        Positions that skip several layers have one state at all of them: it is scaled once, and `kept`.
+        """
         if isinstance(active, Suffix) and positions.visual is None:
-            return F.linear(scaled, *self._fitted("text", hidden))
+            if "text" not in kept:
+                kept["text"] = scaled(hidden)
+            return F.linear(kept["text"], *self._fitted("text", hidden))
         raw = None
         for kind in KINDS:
             if kind in self.skipping:
                 index = positions.context(kind, hidden.device)
-                made = F.linear(scaled[index], *self._fitted(kind, hidden))
+                if kind not in kept:
+                    kept[kind] = scaled(hidden[index])
+                made = F.linear(kept[kind], *self._fitted(kind, hidden))
                 if raw is None:
                     raw = made.new_zeros(*hidden.shape[:2], made.shape[-1])
                 raw[index] = made
@@ -258,8 +263,14 @@ class PrunedLayer:
         if hidden is not positions.owned:
             hidden = hidden.clone()
         active.put(hidden, active_states)
-        positions.owned = hidden if positions.in_place else None
+        positions.own(hidden, self.skipping)
         return hidden
+
+
+def scaled(hidden: Tensor) -> Tensor:
+    """States divided by their root mean square, as they are for fits."""
+    wide = hidden.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
 
 
 class SplicedCache:
