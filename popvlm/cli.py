@@ -236,7 +236,9 @@ def calibrate(
     ratio: Annotated[float | None, typer.Option(show_default=False, help="Or: the share of layers to skip.")] = None,
     kv: Annotated[Literal["fitted", "own"], typer.Option(
         help="Keys and values of skipped positions: fitted, or the layers' own as in the paper.")] = "fitted",
-    gates: Annotated[bool, typer.Option(help="Score the layers by virtual gates, and try what they say.")] = True,
+    gates: Annotated[bool, typer.Option("--gates", help=(
+        "Score the layers by virtual gates too: a plot, and the sets of layers that they hold cheapest are tried."
+    ))] = False,
     dtype: Dtype = "auto", device: Device = "auto", attention: Attention = None, as_json: AsJson = False,
 ) -> None:
     """Finds a plan for a model by what it costs on held-out prompts: writes the plan and a report.

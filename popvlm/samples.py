@@ -57,8 +57,13 @@ class Counts(NamedTuple):
     text: int
 
 
+KEPT = 1 << 30
+"""Bytes of prepared samples that are kept, so that calibration, which goes through them many times, need not prepare
+them again."""
+
+
 class Prepared(Sequence[dict[str, Any]]):
-    """Samples as the arguments of a model's call, each prepared whenever it is asked for, so that none takes memory.
+    """Samples as the arguments of a model's call, each prepared when it is asked for; the first `KEPT` bytes are kept.
 
     A sample is one of
 
@@ -95,6 +100,8 @@ class Prepared(Sequence[dict[str, Any]]):
         self.skipped: dict[int, str] = {}
         """The samples that are passed over, by their index in `samples`, and why."""
         self._counts: dict[int, Counts] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
+        self._room = KEPT
         for index in () if drawn else range(len(samples)):
             try:
                 self._prepare(index)
@@ -118,6 +125,8 @@ class Prepared(Sequence[dict[str, Any]]):
         return self._counts[index]
 
     def _prepare(self, index: int) -> dict[str, Any]:
+        if index in self._kept:
+            return dict(self._kept[index])
         kind = "samples"
         try:
             sample = self.samples[index]
@@ -132,7 +141,11 @@ class Prepared(Sequence[dict[str, Any]]):
             raise UnreadableImage(f"sample {index}: an image cannot be read ({brief(error)})") from error
         visual = _visual_tokens(self.processor, inputs)
         self._counts[index] = Counts(kind, visual, inputs["input_ids"].shape[1] - visual)
-        return inputs
+        size = sum(value.nbytes for value in inputs.values() if isinstance(value, torch.Tensor))
+        if size <= self._room:
+            self._room -= size
+            self._kept[index] = inputs
+        return dict(inputs)
 
 
 @dataclass

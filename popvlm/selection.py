@@ -243,9 +243,9 @@ def _within(search: _Search, divergence: float, agreement: float) -> Choice:
         text = _first(partial(pair, visual, tail=tail), 1 if visual is None else visual, text)
     if search.profile is not None:
         best = max(filter(good, search.trials), key=lambda trial: trial.speedup, default=None)
-        while best is not None:  # a layer more, for as long as that holds
-            more = [_free(search, best, *extra) for extra in ((1, 0), (0, 1), (1, 1)) if _fits(search, best, *extra)]
-            best = max(filter(good, more), key=lambda trial: trial.speedup, default=None)
+        while best is not None and _fits(search, best):  # a layer more, for as long as that holds
+            more = _free(search, best, 1)
+            best = more if good(more) else None
     served = [trial for trial in search.trials if good(trial)]
     nearest = min(search.trials, key=lambda trial: trial.kl)
     return Choice(max(served, key=lambda trial: trial.speedup, default=nearest), bool(served), search.trials)
@@ -300,15 +300,14 @@ def _of_ratio(search: _Search, ratio: float) -> Choice:
     return Choice(min(search.trials, key=lambda trial: trial.kl), True, search.trials)
 
 
-def _fits(search: _Search, trial: Trial, visual: int, text: int) -> bool:
-    visual, text = len(trial.plan.visual) + visual, len(trial.plan.text) + text
-    return text <= visual < search.depth and (bool(search.visual) or visual == text)
+def _fits(search: _Search, trial: Trial) -> bool:
+    return max(len(trial.plan.visual), len(trial.plan.text)) + 1 < search.depth
 
 
-def _free(search: _Search, trial: Trial, visual: int = 0, text: int = 0) -> Trial:
-    """The sets that the profile holds cheapest, of as many layers as a plan has and so many more."""
-    by_text = search.cheapest(len(trial.plan.text) + text, "text")
-    by_visual = search.cheapest(len(trial.plan.visual) + visual, "visual", by_text) if search.visual else by_text
+def _free(search: _Search, trial: Trial, more: int = 0) -> Trial:
+    """The sets that the profile holds cheapest, of as many layers as a plan has, or so many more."""
+    by_text = search.cheapest(len(trial.plan.text) + more, "text")
+    by_visual = search.cheapest(len(trial.plan.visual) + more, "visual", by_text) if search.visual else by_text
     return search.trial(by_visual, by_text, trial.plan.tail)
 
 

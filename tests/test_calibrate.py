@@ -188,7 +188,7 @@ def folder(tmp_path_factory):
 
 def test_the_command_writes_a_plan_and_a_report(folder, tmp_path):
     out = tmp_path / "out"
-    got = run("calibrate", "-m", folder, "--data", folder, "--ratio", "0.5", "-o", out, "--json")
+    got = run("calibrate", "-m", folder, "--data", folder, "--ratio", "0.5", "-o", out, "--json", "--gates")
     assert got.exit_code == 0, got.output
     record = json.loads(got.stdout)
     assert record["samples"]["all"]["prompts"] == 9

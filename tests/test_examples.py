@@ -38,15 +38,31 @@ def test_ask_an_image():
     assert [line.split(":")[0] for line in said.splitlines() if ":" in line] == ["pruned", "full"]
 
 
-@pytest.mark.slow
-def test_the_notebook_runs_from_top_to_bottom():
+def executed(name, folder):
+    """What a notebook prints, and how many pictures it shows, run from top to bottom."""
     nbformat = pytest.importorskip("nbformat")
-    notebook = nbformat.read(ROOT / "examples/ask_an_image.ipynb", as_version=4)
-    pytest.importorskip("nbclient").NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
+    pytest.importorskip("nbclient").NotebookClient(notebook, timeout=300, kernel_name="python3",
+                                                   resources={"metadata": {"path": str(folder)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.output_type == "stream")
+    return said, sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    said, pictures = executed("ask_an_image.ipynb", tmp_path)
     assert said.count("pruned:") == len(popvlm.embedded.demo_questions())
-    assert any("image/png" in output.get("data", {}) for output in outputs), "a chart is drawn"
+    assert pictures > 1, "a chart is drawn"
+
+
+@pytest.mark.slow
+def test_the_notebook_on_calibration(tmp_path):
+    said, pictures = executed("calibrate.ipynb", tmp_path)
+    assert said.count("visual skips") >= 3
+    assert "held-out prompts KL" in said
+    assert pictures == 5
+    assert (tmp_path / "my_plan" / "plan.json").exists()
 
 
 def conversation(processor, questions):

@@ -91,7 +91,7 @@ class Seer(nn.Module):
         return [soft @ self.words.T * (6 / self.norm) + self.bias]
 
 
-def main(work: Path, seeing: int = 700, steps: int = 300, size: int = 8, lr: float = 1e-3, every: int = 100,
+def main(work: Path, seeing: int = 700, steps: int = 320, size: int = 4, lr: float = 1e-3, every: int = 160,
          out: Path | None = None) -> None:
     base = work / "base"
     if not base.exists():

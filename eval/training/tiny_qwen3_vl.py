@@ -195,7 +195,7 @@ class Seer(nn.Module):
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 900, steps: int = 900, first: int = 250, size: int = 16, lr: float = 2e-3,
+         seeing: int = 900, steps: int = 600, first: int = 200, size: int = 16, lr: float = 2e-3,
          out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
