@@ -1,0 +1,45 @@
+"""Calibrates an embedded model on the kinds of image that it was trained on, and puts the plan into the package.
+
+    python calibration/publish.py tiny-qwen3-vl
+
+The plan is found by `popvlm.accelerate(processor, model)` from then on. Run it again after a model was trained anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from experiments import own_mix, subject
+
+from popvlm.calibrate import PUBLISHED, identity, line, progress
+from popvlm.selection import Budget, choose, described
+
+
+def main(name: str, prompts: int = 192, tails: str = "1,16",
+         divergence: float = 0.01) -> None:
+    it = subject(name)
+    samples = own_mix(it, "train", prompts)
+    with progress(f"calibrating {name}") as (say, track):
+        choice = choose(it.model, samples, Budget(divergence=divergence), tails=tuple(map(int, tails.split(","))),
+                        say=say, track=track)
+    print(line(choice.best), "met" if choice.met else "not met")
+    plan = described(choice.best, it.model)
+    assert plan.fitted is not None
+    plan = replace(plan, fitted={key: value.to(torch.bfloat16) for key, value in plan.fitted.items()},
+                   source=f"calibration/publish.py: {plan.source}",
+                   fingerprint=plan.fingerprint and replace(plan.fingerprint, checkpoint=name))
+    for old in PUBLISHED.glob(f"{name}.*"):
+        old.unlink()
+    PUBLISHED.mkdir(exist_ok=True)
+    plan.save(PUBLISHED / f"{name}.{identity(it.model)}.json")
+
+
+if __name__ == "__main__":
+    typer.run(main)
