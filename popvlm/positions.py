@@ -11,6 +11,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from popvlm.plan import KINDS, Kind, PruningPlan
 
+Kept = dict[tuple[Kind, int], Tensor]
+"""What is made of the states of skipped positions of a kind, from a position on."""
+
+Index = tuple[Tensor, Tensor] | tuple[slice, slice]
+
 
 class Suffix:
     """The last `count` positions of every sample: views, no gather."""
@@ -108,20 +113,20 @@ class Positions:
         self.owned: Tensor | None = None
         """The hidden states that the last pruned layer made, if nobody else can hold them."""
         self._version: int | None = None
-        self._kept: dict[Kind, Tensor] = {}
+        self._kept: Kept = {}
         self._most = most
         self._selections: dict[frozenset[Kind], Suffix | Gather | None] = {}
         self._rows: dict[frozenset[Kind], tuple[Any, Any]] = {}
-        self._context: dict[Kind, tuple[Tensor, ...]] = {}
+        self._context: dict[tuple[Kind, int], Index] = {}
 
     def own(self, hidden: Tensor, skipping: frozenset[Kind]) -> None:
         """Takes the states that a pruned layer made, in which positions of the kinds `skipping` are as they were."""
         self.owned = hidden if self.in_place else None
         # Tensors made in inference mode do not count what is written into them.
         self._version = None if self.owned is None or hidden.is_inference() else hidden._version
-        self._kept = {kind: made for kind, made in self._kept.items() if kind in skipping}
+        self._kept = {key: made for key, made in self._kept.items() if key[0] in skipping}
 
-    def kept(self, hidden: Tensor) -> dict[Kind, Tensor]:
+    def kept(self, hidden: Tensor) -> Kept:
         """What the pruned layers before made of skipped positions' states, while these are as they were.
 
         Qwen3-VL adds image features to the states between its first layers (DeepStack), in place in transformers 4.
@@ -164,25 +169,45 @@ class Positions:
         assert self.visual is not None
         return (torch.arange(self.shape[1], device=self.visual.device) >= self.shape[1] - self.answers)[None]
 
-    def prepare(self, skipped: set[frozenset[Kind]]) -> None:
-        """Asks the device what the layers that `skipped` describes will need, before the model gives it other work."""
-        for skipping in skipped:
-            self.active(skipping)
-            if self.plan.fitted is not None and self.visual is not None:
-                for kind in skipping:
-                    self.context(kind, self.visual.device)
+    def prepare(self, skipped: set[tuple[frozenset[Kind], int | None]]) -> None:
+        """Asks the device what the layers will need, before the model gives it other work.
 
-    def context(self, kind: Kind, device: torch.device) -> tuple[Tensor, ...]:
-        """The context positions of a kind, as (samples, positions), each `[N]`."""
-        if kind not in self._context:
+        Args:
+            skipped: the kinds that skip a layer, and its sliding window, of all layers.
+        """
+        for skipping, window in skipped:
+            active = self.active(skipping)
+            if active is not None and self.plan.fitted is not None and self.visual is not None:
+                for kind in skipping:
+                    self.context(kind, self.visual.device, self.first_seen(active, window))
+
+    def first_seen(self, active: Suffix | Gather, window: int | None) -> int:
+        """The first position whose keys an active query, or a later token, sees in a layer with a sliding window."""
+        if window is None or isinstance(active, Gather):
+            return 0
+        return max(0, self.shape[1] - active.count - window + 1)
+
+    def context(self, kind: Kind, device: torch.device, start: int = 0) -> Index:
+        """The context positions of a kind from `start` on, counted from there, as an index `(samples, positions)`.
+
+        Slices, which copy nothing, where a single sample has them side by side: one image, say.
+        """
+        found = self._context.get((kind, start))
+        if found is None:
             mask = self.visual if kind == "visual" else None if self.visual is None else ~self.visual
             if mask is None:
                 assert isinstance(self.answers, Tensor)
                 mask = torch.ones_like(self.answers)
-            self._context[kind] = (mask & ~self._answer_mask).nonzero(as_tuple=True)
-        if self._context[kind][0].device != device:
-            self._context[kind] = tuple(index.to(device) for index in self._context[kind])
-        return self._context[kind]
+            samples, places = (mask & ~self._answer_mask)[:, start:].nonzero(as_tuple=True)
+            found = samples, places
+            if self.shape[0] == 1 and len(places):
+                first, last = places[[0, -1]].tolist()
+                if last - first + 1 == len(places):
+                    found = slice(None), slice(first, last + 1)
+        if isinstance(found[0], Tensor) and found[0].device != device:
+            found = found[0].to(device), found[1].to(device)
+        self._context[kind, start] = found
+        return found
 
     def mask_rows(self, mask: Any, skipping: frozenset[Kind], device: torch.device) -> Any:
         """The rows of an attention mask that belong to the active queries of a layer.

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from popvlm.decoders import Family
 from popvlm.plan import KINDS, Kind, PruningPlan
-from popvlm.positions import Gather, Positions, Suffix
+from popvlm.positions import Gather, Kept, Positions, Suffix
 
 POSITIONS = "popvlm_positions"
 """The argument that carries a call's `Positions` from the model to its layers, beside those that transformers passes
@@ -87,10 +87,10 @@ class PrunedModel:
         in_place = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self._asked(call, "hidden_states")
                         or self._watched())
         positions = Positions(self.plan, (batch, length), answers, self._visual(call, length), in_place, most)
-        skipped = {layer.skipping for layer in self.layers}
+        skipped = {(layer.skipping, layer.window) for layer in self.layers}
         positions.prepare(skipped)
         if self._attention not in MASKED and any(isinstance(positions.active(skipping), Gather)
-                                                 for skipping in skipped):
+                                                 for skipping, _ in skipped):
             self._say(f"{self._attention} cannot serve a plan in which visual and text positions differ; this call "
                       "runs the full model. Load the model with attn_implementation='sdpa', or widen the plan's tail "
                       "over the question")
@@ -173,7 +173,9 @@ class PrunedLayer:
         self.plan = plan
         self.previous: Callable[..., Any] | None = None
         self.on = True
+        self.index = index
         self.skipping = plan.skips(index)
+        self.window: int | None = getattr(self.module.self_attn, "sliding_window", None)
         self.apply_rotary_pos_emb = family.apply_rotary_pos_emb
         self.position_embeddings = family.position_embeddings
         self.fitted: dict[Kind, tuple[Tensor, Tensor]] = {
@@ -190,8 +192,12 @@ class PrunedLayer:
         (hidden,) = args
         del kwargs[POSITIONS]
         rotary = self.position_embeddings(self.module, kwargs)
-        keys, values = self.keys_values(active.context(hidden), rotary, active, positions, positions.kept(hidden))
         name = "cache" if "cache" in kwargs else "past_key_values"  # renamed in transformers 5
+        start = positions.first_seen(active, self.window) if self._slides(kwargs.get(name)) else 0
+        context, cos, sin = (active.context(part)[:, start:] for part in (hidden, *rotary))
+        keys, values = self.keys_values(context, (cos, sin), active, positions, positions.kept(hidden), start)
+        if start:  # the mask hides what stands in for the others; their number must be right for the cache
+            keys, values = (F.pad(part, (0, 0, start, 0)) for part in (keys, values))
         mask = kwargs["attention_mask"]
         causal = mask is None and self.module.self_attn.config._attn_implementation == "sdpa"
         kwargs[name] = SplicedCache(kwargs.get(name), keys, values, active, positions.shape[1] if causal else None)
@@ -207,12 +213,20 @@ class PrunedLayer:
         hidden = self.put_back(hidden, states, active, positions)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
+    def _slides(self, cache: Any) -> bool:
+        """Whether nobody can look back behind the layer's window: its cache drops what is there."""
+        if self.window is None or cache is None:
+            return self.window is not None
+        layers = getattr(cache, "layers", ())
+        mine = layers[self.index] if self.index < len(layers) else None
+        return getattr(mine, "is_sliding", False) and not getattr(mine, "record_past", False)
+
     def keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], active: Suffix | Gather,
-                    positions: Positions, kept: dict[Kind, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, G, C, K]` from the states `[B, C, D]` that reach the layer."""
+                    positions: Positions, kept: Kept, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, G, C, K]` from the states `[B, C, D]` that reach the layer, from position `start` on."""
         attention = self.module.self_attn
         if self.fitted:
-            keys, values = self.fit(hidden, active, positions, kept).chunk(2, dim=-1)
+            keys, values = self.fit(hidden, active, positions, kept, start).chunk(2, dim=-1)
         else:
             normed = self.module.input_layernorm(hidden)
             keys, values = attention.k_proj(normed), attention.v_proj(normed)
@@ -221,26 +235,25 @@ class PrunedLayer:
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
         keys = keys.transpose(1, 2)
-        cos, sin = (active.context(part) for part in rotary)
         # The family's function rotates queries and keys together: the queries here are none.
-        return self.apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)[1], values
+        return self.apply_rotary_pos_emb(keys[:, :0], keys, *rotary)[1], values
 
-    def fit(self, hidden: Tensor, active: Suffix | Gather, positions: Positions, kept: dict[Kind, Tensor]) -> Tensor:
+    def fit(self, hidden: Tensor, active: Suffix | Gather, positions: Positions, kept: Kept, start: int) -> Tensor:
         """Fitted keys and values side by side, `[B, C, 2GK]`, each kind of position by its own projection.
 
         Positions that skip several layers have one state at all of them: it is scaled once, and `kept`.
         """
         if isinstance(active, Suffix) and positions.visual is None:
-            if "text" not in kept:
-                kept["text"] = scaled(hidden)
-            return F.linear(kept["text"], *self._fitted("text", hidden))
+            if ("text", start) not in kept:
+                kept["text", start] = scaled(hidden)
+            return F.linear(kept["text", start], *self._fitted("text", hidden))
         raw = None
         for kind in KINDS:
             if kind in self.skipping:
-                index = positions.context(kind, hidden.device)
-                if kind not in kept:
-                    kept[kind] = scaled(hidden[index])
-                made = F.linear(kept[kind], *self._fitted(kind, hidden))
+                index = positions.context(kind, hidden.device, start)
+                if (kind, start) not in kept:
+                    kept[kind, start] = scaled(hidden[index])
+                made = F.linear(kept[kind, start], *self._fitted(kind, hidden))
                 if raw is None:
                     raw = made.new_zeros(*hidden.shape[:2], made.shape[-1])
                 raw[index] = made

@@ -9,10 +9,10 @@ import threading
 import accelerate
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 import popvlm
-from models import FAMILIES, LAYERS, build, fitted_for, oracle, prompt, text_model
+from models import FAMILIES, LAYERS, WINDOW, build, fitted_for, oracle, prompt, text_model
 from popvlm import PruningPlan
 from popvlm.prefill import PrunedLayer, PrunedModel
 from test_exact import MIXED, PLANS, close, samples_for
@@ -406,3 +406,30 @@ def test_soft_prompts(family):
         want = logits(model, batch)
     popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, {2, 3, 4, 5}, {5}))
     close(logits(model, batch), want, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3"])
+@pytest.mark.parametrize("kv", ["own", "fitted"])
+def test_sliding_layers_make_keys_of_their_window_only(make, family, kv):
+    """What no query sees and no cache keeps is not computed; a cache that keeps all gets all."""
+    model = make(family)
+    batch = prompt(model, [[(2, 2), 3 * WINDOW]] if family == "gemma3" else [[4 * WINDOW]])
+    length = batch["input_ids"].shape[1]
+    half = frozenset(range(LAYERS // 2, LAYERS))
+    fits = fitted_for(model, half, half) if kv == "fitted" else None
+    popvlm.accelerate(None, model, plan=PruningPlan(LAYERS, half, half, fitted=fits))
+    made = {}
+    update = popvlm.prefill.SplicedCache.__init__
+
+    def seen(self, cache, keys, values, active, seen):
+        made.setdefault(len(made) + LAYERS // 2, int((keys != 0).any(-1).any(1)[0].sum()))
+        update(self, cache, keys, values, active, seen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(popvlm.prefill.SplicedCache, "__init__", seen)
+        model(**batch, logits_to_keep=1, past_key_values=DynamicCache(config=model.config.get_text_config()))
+        kinds = model.config.get_text_config().layer_types
+        assert made == {layer: WINDOW - 1 if kinds[layer] == "sliding_attention" else length - 1 for layer in half}
+        made.clear()
+        model(**batch, logits_to_keep=1, past_key_values=DynamicCache())
+        assert set(made.values()) == {length - 1}
