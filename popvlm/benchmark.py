@@ -287,9 +287,18 @@ def run(load: Load, settings: Sequence[Setting], plans: Plans, *, image: Image.I
 
 def machine() -> str:
     """What this runs on: the device's name, threads, and the versions of torch and transformers."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{device}, {torch.get_num_threads()} threads, {versions}"
+
+
+def _processor() -> str:
+    """The CPU's name, where the system tells it."""
+    try:
+        told = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        told = None
+    return told[1] if told else platform.processor() or platform.machine()
 
 
 def _row(setting: Setting, plan: PruningPlan, processor: Any, model: Any, picture: Image.Image | None,

@@ -21,10 +21,10 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     for title, some in groupby(rows, _title):
         table = Table(title=title, title_justify="left",
                       caption="prefill, first token and decode: so many times as fast as the full model (median of "
-                      "pairs, 95 % interval); limit: what FLOPs allow; reached: prefill's share of it; memory: beside "
-                      "the weights, a fit's own included, over the full model's", caption_justify="left")
+                      "pairs, 95 % interval); limit: what FLOPs allow; reached: prefill's share of it; memory: of a "
+                      "call, pruned over full, and the fits beside the weights", caption_justify="left")
         for column in "prompt", "plan", "prefill", "limit", "reached", "first token", "limit", "decode", "memory":
-            table.add_column(column, justify="left" if column == "plan" else "right")
+            table.add_column(column, justify="left" if column == "plan" else "right", overflow="fold")
         for row in some:
             found, limits = row["ratio"], row["limit"]
             table.add_row(_prompt(row), row["setting"]["plan"], _interval(found["prefill"]),
@@ -113,4 +113,5 @@ def _interval(found: dict[str, float]) -> str:
 
 def _memory(row: Row) -> str:
     full, pruned = (row["peak_bytes"][side] for side in ("full", "pruned"))
-    return "" if full is None or pruned is None else f"{(pruned + row['fitted_bytes']) / full:.2f}x"
+    fits = f" + {row['fitted_bytes'] / 1e6:.0f} MB" if row["fitted_bytes"] else ""
+    return "" if full is None or pruned is None else f"{pruned / full:.2f}x{fits}"
