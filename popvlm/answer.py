@@ -191,7 +191,7 @@ def answer(processor: Any, model: Any, images: Sequence[Image.Image], question: 
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     start = time.perf_counter()
-    inputs = _prompt(processor, images, question).to(model.device)
+    inputs = prompt(processor, images, question).to(model.device)
     length = inputs["input_ids"].shape[1]
     tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, streamer=stream)
     text = tokenizer.decode(tokens[0, length:], skip_special_tokens=True).strip()
@@ -240,7 +240,18 @@ class _Stream(TextStreamer):
             self.write(text)
 
 
-def _prompt(processor: Any, images: Sequence[Image.Image], question: str) -> Any:
+def prompt(processor: Any, images: Sequence[Image.Image], question: str, batch: int = 1) -> Any:
+    """What the processor makes of a question about images, `[B, T]`: `batch` times the same.
+
+    Args:
+        processor: the model's processor, or a text-only model's tokenizer.
+        images: in RGB; none for a question about text.
+        question: in words; a chat template goes around it, where there is one.
+        batch: how many.
+
+    Raises:
+        ModelError: the processor refuses the images or the question.
+    """
     content: Any = question
     if hasattr(processor, "tokenizer"):
         content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
@@ -249,9 +260,9 @@ def _prompt(processor: Any, images: Sequence[Image.Image], question: str) -> Any
             if images:
                 raise ModelError("the processor has no chat template to put images into; use an instruction-tuned "
                                  "checkpoint")
-            return processor(text=[question], return_tensors="pt")  # a base model, which goes on writing
-        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True,
-                                             tokenize=True, return_dict=True, return_tensors="pt")
+            return processor(text=[question] * batch, return_tensors="pt")  # a base model, which goes on writing
+        return processor.apply_chat_template([[{"role": "user", "content": content}]] * batch, tokenize=True,
+                                             add_generation_prompt=True, return_dict=True, return_tensors="pt")
     except (ValueError, TypeError, IndexError) as error:
         raise ModelError(f"the processor refuses these images or this question ({_brief(error)}); give others"
                          ) from error

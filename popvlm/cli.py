@@ -82,6 +82,8 @@ STORY = "\n\n".join((  # a paragraph is one line: the terminal's width breaks it
     "  [cyan]popvlm calibrate -m google/gemma-3-4b-it --data my_images/ --out plan[/cyan]",
     "  [cyan]popvlm plan show plan/plan.json[/cyan]",
     '  [cyan]popvlm ask photo.jpg "What is this?" -m google/gemma-3-4b-it --plan plan/plan.json[/cyan]',
+    "[bold]How much sooner[/bold], on this machine, for a model's size or your own model:",
+    "  [cyan]popvlm benchmark --shape qwen3-vl-2b --layers 4 --decoder-only[/cyan]",
 ))
 PYTHON = """\
     import popvlm
@@ -98,6 +100,9 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Optio
 Device = Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', 'mps', ...")]
 Attention = Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, typer.Option(
     help="The attention implementation; transformers' choice if left out.", show_default=False)]
+DTYPES = ("auto", "bfloat16", "float16", "float32")  # of options that typer cannot check, as they may be several
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 
 
@@ -285,6 +290,98 @@ def calibrate(
     console.print(Text(_printable(got.plan.source)), soft_wrap=True)
     console.print(f"in {out}: plan.json, report.html, record.json; use it with --plan {out / 'plan.json'}",
                   soft_wrap=True)
+
+
+@app.command()
+def benchmark(
+    model: Annotated[str, typer.Option("--model", "-m", show_default=False, help=(
+        "A model's folder, a name on the Hugging Face hub, or an embedded model: real weights, real prompts."))] = "",
+    shape: Annotated[str, typer.Option(show_default=False, help=(
+        "Or a published model's shape, such as qwen3-vl-8b or gemma-3-12b, with random weights."))] = "",
+    layers: Annotated[int | None, typer.Option(show_default=False, help=(
+        "Cut the shape to its first layers; all if left out."))] = None,
+    length: Annotated[list[int] | None, typer.Option(show_default="512, 1024 and 2048", help=(
+        "Tokens of the prompt. This and what follows may be given several times."))] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, show_default="1", help="Prompts at once.")] = None,
+    ratio: Annotated[list[float] | None, typer.Option(show_default="1/3 and 0.6", help=(
+        "Skip this share of the layers, the last ones."))] = None,
+    positions: Annotated[list[str] | None, typer.Option(metavar="all|visual|question", show_default="all", help=(
+        "Who skips them: all context, visual positions alone, or all before the question."))] = None,
+    kv: Annotated[list[str] | None, typer.Option(metavar="own|fitted", show_default="own", help=(
+        "Their keys and values: the layers' own, or fitted (random matrices, which take the same time)."))] = None,
+    plan: Annotated[list[Path] | None, typer.Option(metavar="FILE", show_default=False, help=(
+        "A plan's file, in place of --ratio, --positions and --kv."))] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="|".join(DTYPES), help="The weights' type.",
+                                                    show_default="auto, and bfloat16 for a shape")] = None,
+    attention: Annotated[list[str] | None, typer.Option(metavar="|".join(ATTENTIONS), show_default=False, help=(
+        "Attention implementations; transformers' choice if left out."))] = None,
+    text: Annotated[int, typer.Option(min=1, help=(
+        "Tokens of the question, with what stands around it; the others of --length are visual."))] = 64,
+    decoder_only: Annotated[bool, typer.Option("--decoder-only", help=(
+        "Leave the images out and keep their tokens: no preprocessing, no vision encoder."))] = False,
+    image: Annotated[str, typer.Option(show_default=False, help=(
+        "The picture that --model is asked about; a drawn one if left out."))] = "",
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that are written.")] = 16,
+    rounds: Annotated[int, typer.Option(min=2, help="Pairs of runs, full and pruned in turn.")] = 5,
+    device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1'.")] = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help=(
+        "Add each result to this file as soon as it is there, and measure what is missing in it only."))] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help=(
+        "Draw speed-up against length, with what FLOPs allow."))] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Times the first token piece by piece, full and pruned in turn, beside what the arithmetic allows."""
+    if bool(model) == bool(shape):
+        raise CommandError("give either --model, for a model with its weights, or --shape, for random ones of its size")
+    if layers is not None and model:
+        raise CommandError("--layers cuts a --shape, and a --model is measured whole; leave it out")
+    if image and (shape or decoder_only):
+        raise CommandError("--image is for a --model with its vision encoder; leave it out")
+    for option, chosen, known in (("positions", positions, ("all", "visual", "question")),
+                                  ("kv", kv, ("own", "fitted")), ("dtype", dtype, DTYPES),
+                                  ("attention", attention, ATTENTIONS)):
+        if odd := [one for one in chosen or () if one not in known]:
+            raise CommandError(f"--{option} is {odd[0]}; give one of {', '.join(known)}")
+    if shape and "auto" in (dtype or ()):
+        raise CommandError("a --shape has no weights whose type --dtype auto could take; give bfloat16, say")
+    lengths = length or [512, 1024, 2048]
+    if min(lengths) <= text + 2:
+        raise CommandError(f"a prompt of {min(lengths)} tokens has no room for an image beside {text} tokens of text; "
+                           "give a longer --length or a smaller --text")
+    if plan and (ratio or positions or kv):
+        raise CommandError("--plan says what to prune; leave out --ratio, --positions and --kv")
+    for file in (out, plot):
+        if file is not None and file.is_dir():
+            raise CommandError(f"{file} is a folder; give the path of a file in it")
+    picture = read_image(image) if image else None
+
+    from popvlm import answer, benchmark_report
+    from popvlm import benchmark as bench
+
+    if plot is not None and not benchmark_report.can_draw(plot):
+        raise CommandError(f"{plot} names no format that a plot can be written in; let it end in .png, .svg or .pdf")
+    say = _ignore if as_json or not sys.stderr.isatty() else _say
+    plans = bench.given(plan) if plan else bench.candidates(ratio or [1 / 3, 0.6], positions or ["all"],
+                                                            kv or ["own"], text)
+    load: bench.Load
+    if model:
+        found = answer.find(model, say)
+        load = lambda dtype, attention: answer.load(found, dtype=dtype, device=device, attention=attention)  # noqa: E731
+    else:
+        load = lambda dtype, attention: (None, bench.from_shape(shape, layers, dtype, attention, device))  # noqa: E731
+    settings = [bench.Setting(model or shape, layers, kind, kernel, device, tokens, text, samples, name,
+                              not decoder_only, image, new_tokens, rounds, bench.machine())
+                for kind in dtype or ["auto" if model else "bfloat16"] for kernel in (*(attention or ()),) or (None,)
+                for name in plans for samples in batch or [1] for tokens in lengths]
+    rows = bench.run(load, settings, plans, image=picture, kept=out, say=say)
+    if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        benchmark_report.plot(rows).savefig(plot, dpi=150)
+    if as_json:
+        return _print_json(rows)
+    console = _console()
+    for table in (*benchmark_report.tables(rows), benchmark_report.pieces(rows)):
+        console.print(table)
 
 
 @plans.command()

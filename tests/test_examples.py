@@ -34,7 +34,8 @@ def folder(tmp_path_factory):
 
 
 def test_ask_an_image():
-    said = run("ask_an_image.py", popvlm.embedded.folder("tiny-qwen3-vl"), ROOT / "examples/images/chart.png", "Which day sold the most?")
+    said = run("ask_an_image.py", popvlm.embedded.folder("tiny-qwen3-vl"), ROOT / "examples/images/chart.png",
+               "Which day sold the most?")
     assert [line.split(":")[0] for line in said.splitlines() if ":" in line] == ["pruned", "full"]
 
 
