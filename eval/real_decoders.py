@@ -36,7 +36,7 @@ import decoders
 import texts
 from decoders import DecoderError
 
-from popvlm import PruningPlan, embedded, prefill
+from popvlm import PruningPlan, cache, prefill
 from popvlm.decoders import family_of
 from popvlm.fitting import fit
 from popvlm.importance import ImportanceProfile, profile
@@ -301,7 +301,7 @@ def run(names: Sequence[str], sizes: Sizes, out: Path, mark: str,
         tokenizer, model = load(name)
         profiles[name] = scored(model, tokenizer, sizes, out / f"real_decoders_{name}{mark}.importance.safetensors")
         rows += measure(name, model, tokenizer, sizes, out / f"real_decoders_{name}{mark}.jsonl",
-                        embedded.cache() / "moments")
+                        cache.folder() / "moments")
     quality_plot(rows).savefig(out / f"real_decoders{mark}_quality.png", dpi=150)
     importance_plot(profiles).savefig(out / f"real_decoders{mark}_importance.png", dpi=150)
     made = table(rows)

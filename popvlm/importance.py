@@ -23,7 +23,7 @@ from popvlm import prefill
 from popvlm.decoders import family_of, fingerprint, unwrapped
 from popvlm.gates import BRANCHES, virtual_gates
 from popvlm.plan import Fingerprint, replacing
-from popvlm.quality import continued, placed
+from popvlm.quality import continued, not_written, placed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -302,7 +302,8 @@ def _as_it_answers(model: Any) -> Iterator[None]:
     end = settings.eos_token_id
     pad = settings.pad_token_id if settings.pad_token_id is not None else end[0] if isinstance(end, list) else end
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=end, pad_token_id=pad)
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=end, pad_token_id=pad,
+        suppress_tokens=not_written(model))
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # what it writes is part of what the loss goes back through
         if plan is not None:
@@ -371,7 +372,7 @@ class _FiniteLogits(LogitsProcessor):
     """Stops before NaN reaches the sampling, which on a GPU would end the process."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not scores.isfinite().all():
+        if scores.isnan().any() or scores.isposinf().any() or not scores.isfinite().any():  # suppressed ones are -inf
             raise FloatingPointError("the model's logits are not all finite")
         return scores
 

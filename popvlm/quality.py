@@ -84,7 +84,8 @@ def references(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, answer
             prompt = placed(model, samples[index])
             length = prompt["input_ids"].shape[1]
             written: Any = model
-            tokens = written.generate(**prompt, max_new_tokens=answer_tokens, do_sample=False, num_beams=1)
+            tokens = written.generate(**prompt, max_new_tokens=answer_tokens, do_sample=False, num_beams=1,
+                                      suppress_tokens=not_written(model))
             answer = tokens[0, length:]
             found.append(Reference(answer.cpu(), _log_probs(model, prompt, answer).cpu()))
     return found
@@ -140,6 +141,11 @@ def continued(prompt: Mapping[str, Any], answer: Tensor) -> dict[str, Any]:
 def _log_probs(model: Any, prompt: dict[str, Any], answer: Tensor) -> Tensor:
     logits = model(**continued(prompt, answer), logits_to_keep=len(answer), use_cache=False).logits[0]
     return F.log_softmax(logits.float(), dim=-1)
+
+
+def not_written(model: Any) -> list[int] | None:
+    """Placeholders of images, which no answer may have: nothing stands behind them. Only untrained models write any."""
+    return list(family_of(model).visual_token_ids(model.config)) or None
 
 
 def placed(model: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
