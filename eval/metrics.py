@@ -37,16 +37,20 @@ NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(
     ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"))}}
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ";/[]\"{}()=+\\_-><@`,?!"
-ONE_APOSTROPHE = """ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd how'll
-    how's isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've o'clock oughtn't shan't should've
+ONE_APOSTROPHE = """
+    ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd how'll how's
+    isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've o'clock oughtn't shan't should've
     shouldn't somebody'll somebody's someone'd someone'll someone's something'd something'll that's there'd there're
     there's they'd they'll they're they've 'twas wasn't we've weren't what'll what're what's what've when's where'd
     where's where've who'd who'll who's who've why'll why're why's won't would've wouldn't y'all you'd you'll you're
-    you've""".split()
-MORE_APOSTROPHES = """couldn't've hadn't've he'd've it'd've mightn't've 'ow's'at she'd've shouldn't've somebody'd've
-    someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've y'all'll y'all'd've you'd've""".split()
-CONTRACTIONS = {word.replace("'", ""): word for word in ONE_APOSTROPHE} | {
-    word[:index] + word[index + 1:]: word for word in MORE_APOSTROPHES for index, letter in enumerate(word)
+    you've
+"""
+MORE_APOSTROPHES = """
+    couldn't've hadn't've he'd've it'd've mightn't've 'ow's'at she'd've shouldn't've somebody'd've someone'd've
+    something'd've there'd've they'd've we'd've who'd've wouldn't've y'all'll y'all'd've you'd've
+"""
+CONTRACTIONS = {word.replace("'", ""): word for word in ONE_APOSTROPHE.split()} | {
+    word[:index] + word[index + 1:]: word for word in MORE_APOSTROPHES.split() for index, letter in enumerate(word)
     if letter == "'"} | {"somebody'd": "somebodyd"}
 """How a contraction is written that lacks an apostrophe; the last entry is the official table's own slip."""
 
@@ -202,7 +206,8 @@ def open_answer(answer: str, target: Target) -> float:
     it. Of `answers` any will do.
     """
     said = _words(answer)
-    numbers = {round(float(found.replace(",", "")), 2) for found in re.findall(r"-?\d[\d,]{0,30}(?:\.\d{1,30})?", answer)}
+    found = re.findall(r"-?\d[\d,]{0,30}(?:\.\d{1,30})?", answer)
+    numbers = {round(float(number.replace(",", "")), 2) for number in found}
     for right in target.answers:
         number = _number(right.strip())
         if number is not None and not right.strip().endswith("%"):
