@@ -1,6 +1,7 @@
 """What POP is compared with: layers removed from both stages, and POP without each of its two parts.
 
-DART, which removes visual tokens instead, is in `dart.py`. Slow and plain, each a context manager on an unmodified model. They are for greedy `generate` on prompts of one call.
+DART, which removes visual tokens instead, is in `dart.py`. Slow and plain, each a context manager on an unmodified
+model. They are for greedy `generate` on prompts of one call.
 """
 
 from __future__ import annotations
