@@ -149,7 +149,8 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
               "settings": {setting.name: setting.record for setting in settings}, "tasks": found,
               "average": report.averages(found), "timing": timing.summary(times)}
     _write(record, samples, out)
-    Console().print(report.table(record))
+    for table in report.tables(record):
+        Console().print(table)
     for task_found in found.values():
         if not task_found["settings"]:
             raise RunError(f"of {task_found['samples']} samples of {task_found['title']} none was answered; the first: "

@@ -52,7 +52,7 @@ class Paired:
             return f"the same within a point: {interval}"
         # The interval narrows with the root of the number of samples.
         wanted = ceil(self.samples * ((self.high - self.low) / 2 / MARGIN) ** 2 / 100) * 100
-        return f"too small a sample to tell: {interval}; about {wanted:,} would tell a point"
+        return f"too few to tell: {interval}; about {wanted:,} would tell a point"
 
     def record(self) -> dict[str, Any]:
         return asdict(self) | {"verdict": self.verdict}

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from metrics import EXTRAS, METRICS
 from paired import interval, paired
 from PIL import Image
+from rich.box import SIMPLE
 from rich.table import Table
 from settings import FULL
 from tasks import Sample, Task
@@ -95,33 +96,27 @@ def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {name: fmean(settings[name]["score"] for settings in shown) for name in (shown[0] if shown else {})}
 
 
-def table(record: Mapping[str, Any]) -> Table:
-    """The record for the terminal."""
-    shown = Table(title=f"{record['run']['model']}: scores of 100, difference from the full model with its 95 % "
-                        "interval, McNemar's p, answers that are the same", title_justify="left")
-    for column in "task", "setting", "score", "difference", "p", "same", "first token", "":
-        shown.add_column(column, overflow="fold", justify="right" if column in ("score", "p", "same") else "left")
-    times = _times(record)
+def tables(record: Mapping[str, Any]) -> list[Table]:
+    """The record for the terminal, a table a task; its verdicts' reasons are in the page."""
+    speedups = {name: f"{found['speedup']:.2f}x" for name, found in record["timing"][-1]["settings"].items()
+                } if record["timing"] else {}
+    made = []
     for task in record["tasks"].values():
+        shown = Table(title=f"{task['title']}, {task['compared']} of {task['samples']} questions", title_justify="left",
+                      box=SIMPLE, pad_edge=False)
+        for column in "setting", "score", "difference", "95 % interval", "p", "same", "first token", "verdict":
+            shown.add_column(column, justify="left" if column in ("setting", "verdict") else "right")
         for name, found in task["settings"].items():
             against = found.get("against full")
-            shown.add_row(
-                f"{task['title']} ({task['compared']})" if name == FULL else "", name, f"{100 * found['score']:.1f}",
-                f"{100 * against['difference']:+.1f} ({100 * against['low']:+.1f} to {100 * against['high']:+.1f})"
-                if against else "", f"{against['p_value']:.2g}" if against else "",
-                f"{against['loyalty']:.1%}" if against else "", times.get(name, ""),
-                against["verdict"].split(":")[0] if against else "")
+            shown.add_row(name, f"{100 * found['score']:.1f}", *(
+                (f"{100 * against['difference']:+.1f}", f"{100 * against['low']:+.1f} to {100 * against['high']:+.1f}",
+                 f"{against['p_value']:.2g}", f"{against['loyalty']:.1%}") if against else [""] * 4),
+                speedups.get(name, ""), against["verdict"].split(":")[0] if against else "")
         if task["failed"]:
-            shown.add_row("", f"{len(task['failed'])} failed", *[""] * 5, next(iter(task["failed"].values())))
-        shown.add_section()
-    return shown
-
-
-def _times(record: Mapping[str, Any]) -> dict[str, str]:
-    if not record["timing"]:
-        return {}
-    return {name: f"{found['first_token_s']:.3f} s, {found['speedup']:.2f}x"
-            for name, found in record["timing"][-1]["settings"].items()}
+            shown.caption = (f"{len(task['failed'])} failed and are left out; the first: "
+                             f"{next(iter(task['failed'].values()))}")
+        made.append(shown)
+    return made
 
 
 def plot(record: Mapping[str, Any]) -> Figure | None:

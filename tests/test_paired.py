@@ -30,7 +30,7 @@ def test_a_worked_case():
 
 def test_verdicts():
     assert counts(700, 20, 100, 180).verdict.startswith("better: +")
-    assert counts(20, 1, 0, 4).verdict.startswith("too small a sample to tell: -12.0 to +0.0 points; about")
+    assert counts(20, 1, 0, 4).verdict.startswith("too few to tell: -12.0 to +0.0 points; about")
     assert counts(10_000, 3, 2, 2000).verdict.startswith("the same within a point: ")
 
 
@@ -38,9 +38,9 @@ def test_no_difference_is_not_no_doubt():
     found = counts(20, 0, 0, 5)
     assert (found.difference, found.p_value, found.loyalty) == (0, 1, 1)
     assert found.high == -found.low == pytest.approx(1 - 0.05 ** (1 / 25))  # 11 %: one in nine could still differ
-    assert "too small" in found.verdict
+    assert "too few" in found.verdict
     assert counts(400, 0, 0, 0).verdict.startswith("the same within a point")
-    assert "too small" in counts(0, 1, 0, 0).verdict
+    assert "too few" in counts(0, 1, 0, 0).verdict
 
 
 def test_graded_scores():
