@@ -6,6 +6,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import typer
-from evaluate import main
+
+try:
+    from evaluate import main
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"the evaluation needs {missing.name}; pip install 'popvlm[eval]'") from None
 
 typer.run(main)

@@ -37,7 +37,7 @@ from settings import BASELINES, FULL, Makers, Setting, SettingError, full, slug
 from tasks import NAMES, Sample, Task, TaskError, find, load
 
 from popvlm import PlanError, answer, embedded
-from popvlm.decoders import UnsupportedModel, family_of
+from popvlm.decoders import UnsupportedModel, family_of, fingerprint
 from popvlm.fitting import FittingError
 from popvlm.plan import replacing
 from popvlm.samples import BuiltinMix, Prepared, SampleError, UnreadableImage, opened
@@ -109,7 +109,7 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
     processor, model = answer.load(checkpoint, dtype=dtype, attention=attention,
                                    device=str(state.device) if many and device == "auto" else device)
     processor.tokenizer.padding_side = "left"
-    run = {"model": name, "config": checkpoint.fingerprint.__dict__, "dtype": str(model.dtype),
+    run = {"model": name, "weights": _weights(model), "dtype": str(model.dtype),
            "attention": model.config._attn_implementation, "batch": batch, "seed": seed, "limit": limit,
            "calibration": f"{calibrate} of {calibrate_on}"}
     lengths = _lengths(processor, model, [sample for some in samples.values() for sample in some])
@@ -156,6 +156,13 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
             raise RunError(f"of {task_found['samples']} samples of {task_found['title']} none was answered; the first: "
                            f"{next(iter(task_found['failed'].values()))}")
     Console().print(f"{out / 'report.html'} shows it with the samples where settings disagree", soft_wrap=True)
+
+
+def _weights(model: Any) -> str:
+    """Tells a checkpoint from another of the same name: its architecture, and a norm that training changes."""
+    shape = fingerprint(model)
+    norm = model.get_input_embeddings().weight.float().norm().item()
+    return f"{shape.family}, {shape.num_layers} layers of {shape.hidden_size}, embedding norm {norm:.5g}"
 
 
 def _local_data(data: Sequence[str]) -> dict[str, str]:

@@ -123,12 +123,19 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
     """Mean score against the measured time to first token; None where nothing was timed."""
     if not record["timing"] or not record["average"]:
         return None
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
+    lines: dict[str, list[tuple[float, float, str]]] = {}
     for name, found in record["timing"][-1]["settings"].items():
-        at = 1000 * found["first_token_s"], 100 * record["average"][name]
-        axes.plot(*at, "o" if name != FULL else "s", color="C1" if name == FULL else "C0")
-        axes.annotate(name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
+        share, _, method = name.partition("% ")  # as Makers.baseline names it: "33% pop"
+        lines.setdefault(method or name, []).append(
+            (1000 * found["first_token_s"], 100 * record["average"][name], f"{share} %" if method else ""))
+    for number, (method, points) in enumerate(lines.items()):
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "so^vDPX*<>"[number % 10] + "-", label=method,
+                  alpha=0.8)
+        for x, y, share in points if len(points) > 1 else ():
+            axes.annotate(share, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    figure.legend(loc="outside right upper")
     axes.set(xlabel="time to first token, ms (median)", ylabel="score, mean over tasks",
              title=Path(record["run"]["model"]).name)
     axes.grid(alpha=0.3)

@@ -123,8 +123,9 @@ def test_a_broken_off_run_goes_on(whole, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_give_the_score_of_one(whole, tmp_path):
+    # What accelerate calls --multi_gpu is any number of processes; its --cpu starts one.
     environment = os.environ | {"PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    launch = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
+    launch = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, ROOT / "eval" / "evaluate.py", *QUICK,
                "--out", tmp_path, "--baselines", "removed", "--ratios", "0.8", "--time", "0"]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
