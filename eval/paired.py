@@ -42,11 +42,13 @@ class Paired:
 
     @property
     def verdict(self) -> str:
-        """What can be said, in words."""
+        """What can be said, in words. For a difference both must speak: of few differing samples the bootstrap's
+        interval is too narrow, and McNemar's test is exact."""
         interval = f"{100 * self.low:+.1f} to {100 * self.high:+.1f} points"
-        if self.high < 0:
+        sure = self.p_value < 1 - LEVEL
+        if self.high < 0 and sure:
             return f"worse: {interval}"
-        if self.low > 0:
+        if self.low > 0 and sure:
             return f"better: {interval}"
         if max(-self.low, self.high) <= MARGIN:
             return f"the same within a point: {interval}"

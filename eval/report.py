@@ -104,8 +104,8 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
     for task in record["tasks"].values():
         shown = Table(title=f"{task['title']}, {task['compared']} of {task['samples']} questions", title_justify="left",
                       box=SIMPLE, pad_edge=False)
-        for column in "setting", "score", "difference", "95 % interval", "p", "same", "first token", "verdict":
-            shown.add_column(column, justify="left" if column in ("setting", "verdict") else "right")
+        for column in "setting", "score", "diff.", "95 % interval", "p", "same", "TTFT", "verdict":
+            shown.add_column(column, justify="left" if column in ("setting", "verdict") else "right", no_wrap=True)
         for name, found in task["settings"].items():
             against = found.get("against full")
             shown.add_row(name, f"{100 * found['score']:.1f}", *(

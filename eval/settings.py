@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ class Makers:
             return _planned(called, self._fitted(called, bare) if name.endswith("fitted") else bare, BASELINES[name])
         put: Callable[[Any], AbstractContextManager[Any]]
         if name == "dart":
+            if int(version("transformers").split(".")[0]) < 5:
+                raise SettingError("the baseline dart needs transformers 5; upgrade it, or leave dart out")
             share = dart.matching(self.model.config, plan, *self.lengths)
             put, what = partial(dart.dart, keep=share), {"share of visual tokens kept": share}
         else:
