@@ -23,6 +23,8 @@ from popvlm.samples import UnreadableImage, opened
 
 SHOWN = 24
 """Samples of each task that are shown where settings disagree with the full model."""
+SHORT = {"the same within a point": "same", "too few to tell": "too few"}
+"""Verdicts for the terminal."""
 Answers = Mapping[str, Mapping[str, Any]]
 
 
@@ -110,8 +112,8 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
             against = found.get("against full")
             shown.add_row(name, f"{100 * found['score']:.1f}", *(
                 (f"{100 * against['difference']:+.1f}", f"{100 * against['low']:+.1f} to {100 * against['high']:+.1f}",
-                 f"{against['p_value']:.2g}", f"{against['loyalty']:.1%}") if against else [""] * 4),
-                speedups.get(name, ""), against["verdict"].split(":")[0] if against else "")
+                 f"{against['p_value']:.3f}", f"{100 * against['loyalty']:.1f}") if against else [""] * 4),
+                speedups.get(name, ""), SHORT.get(said := against["verdict"].split(":")[0], said) if against else "")
         if task["failed"]:
             shown.caption = (f"{len(task['failed'])} failed and are left out; the first: "
                              f"{next(iter(task['failed'].values()))}")
