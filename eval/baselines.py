@@ -1,19 +1,22 @@
-"""What POP is compared with: the same layers removed from both stages, and POP without each of its two parts.
+"""What POP is compared with: layers removed from both stages, and POP without each of its two parts.
 
-Slow and plain, each a context manager on an unmodified model. They are for greedy `generate` on prompts of one call.
+DART, which removes visual tokens instead, is in `dart.py`. Slow and plain, each a context manager on an unmodified
+model. They are for greedy `generate` on prompts of one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from popvlm.decoders import family_of
+from popvlm.quality import placed
 
 Forward = Callable[..., Any]
 
@@ -27,6 +30,36 @@ def removed(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
 
     with _instead(model, layers, instead):
         yield
+
+
+@torch.no_grad()
+def block_influence(model: Any, samples: Sequence[Mapping[str, Any]]) -> Tensor:
+    """How much each layer turns the hidden state, `[L]`: ShortGPT's block influence (Men et al., arXiv 2403.03853).
+
+    1 - the cosine of a position's state before and after the layer, averaged over all positions of all prompts. The
+    layers of the least influence are those that ShortGPT removes, with `removed`.
+
+    Args:
+        model: a transformers model that popvlm knows, without a plan, in eval mode.
+        samples: prompts, each what a processor returns for one, `[1, T]`.
+    """
+    layers = family_of(model).text_model(model).layers
+    turned, count = torch.zeros(len(layers), dtype=torch.float64), 0
+
+    def see(index: int, module: nn.Module, args: Any, output: Any) -> None:
+        after = output[0] if isinstance(output, tuple) else output
+        turned[index] += (1 - F.cosine_similarity(args[0].float(), after.float(), dim=-1)).double().sum().cpu()
+
+    hooks = [layer.register_forward_hook(partial(see, index)) for index, layer in enumerate(layers)]
+    try:
+        for sample in samples:
+            call = placed(model, sample)
+            model(**call, logits_to_keep=1, use_cache=False)
+            count += call["input_ids"].shape[1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return turned / count
 
 
 @contextmanager

@@ -128,7 +128,8 @@ def _sources(recipe: Path) -> list[Source]:
 def _rows(source: Source, folder: Path, seed: int) -> Iterator[dict[str, Any]]:
     """The samples of one source, shuffled."""
     where = source.dataset or folder / Path(source.path or "").expanduser()
-    rows = iter(_dataset(source, where).shuffle(seed=seed, buffer_size=SHUFFLED))
+    stream = source.stream or isinstance(where, Path)
+    rows = iter(undecoded(dataset(where, source.config, source.split, stream)).shuffle(seed=seed, buffer_size=SHUFFLED))
     while True:
         try:
             row = next(rows, None)
@@ -139,7 +140,7 @@ def _rows(source: Source, folder: Path, seed: int) -> Iterator[dict[str, Any]]:
             return
         prompt, images = _fields(source, row)
         if len(prompt.strip()) >= source.at_least:
-            yield {"kind": source.name, "images": [_fetched(image, where) for image in images], "question": prompt}
+            yield {"kind": source.name, "images": [fetched(image, where) for image in images], "question": prompt}
 
 
 def _fields(source: Source, row: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -156,7 +157,7 @@ def _fields(source: Source, row: dict[str, Any]) -> tuple[str, list[Any]]:
     return prompt, images if isinstance(images, list) else [] if images is None else [images]
 
 
-def _fetched(image: Any, where: str | Path) -> Any:
+def fetched(image: Any, where: str | Path) -> Any:
     """An image of a row as `popvlm.samples` reads it: what lies on the hub or in an archive is fetched."""
     if isinstance(image, dict) and not image.get("bytes") and "://" in str(image.get("path")):
         try:
@@ -169,24 +170,33 @@ def _fetched(image: Any, where: str | Path) -> Any:
     return image
 
 
-def _dataset(source: Source, where: str | Path) -> Any:
-    """A `datasets.IterableDataset` that leaves images undecoded, so that a damaged one stops nothing."""
-    from datasets import load_dataset  # takes seconds to import # noqa: PLC0415
+def dataset(where: str | Path, config: str | None, split: str, stream: bool) -> Any:
+    """A split as `datasets` loads it: a name on the hub, a folder, or a parquet, CSV or JSON lines file.
+
+    What is local needs not be laid out as on the hub: where it lacks the config it is taken without one, and where it
+    has one split only, that is it.
+
+    Raises:
+        SampleError: it cannot be had.
+    """
+    from datasets import get_dataset_config_names, load_dataset  # takes seconds to import # noqa: PLC0415
 
     try:
         if isinstance(where, str):
-            data = load_dataset(where, source.config, split=source.split, streaming=source.stream)
-        elif where.is_dir():
-            data = load_dataset(str(where), source.config, split=source.split, streaming=True)
-        elif where.is_file() and where.suffix in FILES:
-            data = load_dataset(FILES[where.suffix], data_files=str(where), split="train", streaming=True)
-        else:
-            raise SampleError(f"there is no data at {where}; give a folder, or a file that ends in {', '.join(FILES)}")
-    except SampleError:
-        raise
+            return load_dataset(where, config, split=split, streaming=stream)
+        if where.is_file() and where.suffix in FILES:
+            return load_dataset(FILES[where.suffix], data_files=str(where), split="train", streaming=stream)
+        if where.is_dir():
+            config = config if config in get_dataset_config_names(str(where)) else None
+            splits = load_dataset(str(where), config, streaming=stream)
+            return splits[split] if split in splits or len(splits) > 1 else next(iter(splits.values()))
     except Exception as error:  # datasets, the hub and file systems raise many kinds
         fix = "check its name, config and split, the network, and your login if it is gated"
         raise SampleError(f"the dataset {where} cannot be had ({brief(error)}); {fix}") from error
-    if not source.stream and isinstance(where, str):
-        data = data.to_iterable_dataset()
-    return data.decode(False) if data.features else data  # those of a CSV file, say, show row by row
+    raise SampleError(f"there is no data at {where}; give a folder, or a file that ends in {', '.join(FILES)}")
+
+
+def undecoded(data: Any) -> Any:
+    """The same, row by row, with images as the bytes or paths that they are, so that a damaged one stops nothing."""
+    rows = data.to_iterable_dataset() if hasattr(data, "to_iterable_dataset") else data
+    return rows.decode(False) if rows.features else rows  # those of a CSV file, say, show row by row

@@ -257,7 +257,7 @@ def _messages(sample: Any) -> Messages:
     except (TypeError, KeyError, AttributeError, StopIteration) as error:
         raise SampleError(f"it is no sample ({type(sample).__name__}); give messages with a user's turn, a question "
                           "with an image, or a text") from error
-    first["content"][:0] = [{"type": "image", "image": _opened(image)} for image in images]  # that have no place
+    first["content"][:0] = [{"type": "image", "image": opened(image)} for image in images]  # that have no place
     return messages
 
 
@@ -275,10 +275,10 @@ def _part(part: Mapping[str, Any], images: Iterator[Any]) -> dict[str, Any]:
     if source is None and (source := next(images, None)) is None:
         raise SampleError("its messages have a place for an image that it does not give; put the image there, or into "
                           "a column images")
-    return {"type": "image", "image": _opened(source)}
+    return {"type": "image", "image": opened(source)}
 
 
-def _opened(source: Any) -> Image.Image:
+def opened(source: Any) -> Image.Image:
     """An image as transformers loads it: upright and in RGB."""
     try:
         if isinstance(source, Mapping):  # as `datasets` gives it undecoded
