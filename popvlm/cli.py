@@ -264,8 +264,8 @@ def calibrate(
     first = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
-        process = PartialState()
-        first, device = process.is_main_process, str(process.device)
+        device = str(PartialState().device)
+        first = os.environ.get("RANK", "0") == "0"
     say = _say if first and sys.stderr.isatty() and not as_json else _ignore
     found = answer.find(model, say)
     say(f"loading {model}")
