@@ -195,7 +195,7 @@ class Seer(nn.Module):
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 900, seeing_size: int = 16, steps: int = 600, first: int = 250, size: int = 8,
+         seeing: int = 900, seeing_size: int = 16, steps: int = 1000, first: int = 250, size: int = 8,
          lr: float = 2e-3, out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
