@@ -66,6 +66,16 @@ def test_the_notebook_on_calibration(tmp_path):
     assert (tmp_path / "my_plan" / "plan.json").exists()
 
 
+@pytest.mark.slow
+def test_the_notebook_on_evaluation(tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    said, pictures = executed("evaluate.ipynb", tmp_path / "examples")
+    assert said.count("same answers") == 3
+    assert pictures == 1
+    assert (tmp_path / "examples" / "evaluation" / "report.html").exists()
+
+
 def conversation(processor, questions):
     chats = [[{"role": "user", "content": [*[{"type": "image"} for _ in images], {"type": "text", "text": text}]}]
              for images, text in questions]
