@@ -91,8 +91,8 @@ class Seer(nn.Module):
         return [soft @ self.words.T * (6 / self.norm) + self.bias]
 
 
-def main(work: Path, seeing: int = 700, steps: int = 320, size: int = 4, lr: float = 1e-3, every: int = 160,
-         out: Path | None = None) -> None:
+def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 320, size: int = 4, lr: float = 1e-3,
+         every: int = 160, out: Path | None = None) -> None:
     base = work / "base"
     if not base.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def main(work: Path, seeing: int = 700, steps: int = 320, size: int = 4, lr: flo
         part.requires_grad_(True)
     reader = GemmaReader(ours, net)
     if seeing:
-        sees(reader, Seer(net, reader), work, steps=seeing, size=16, lr=2 * lr)
+        sees(reader, Seer(net, reader), work, steps=seeing, first=print_first, size=16, lr=2 * lr)
     net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from data import FIRST_MIX, MIX, SIGHT_MIX, Example, batch, cells, easy, sampled
+from data import FIRST_MIX, MIX, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, easy, sampled
 from loop import train
 from packing import IGNORED, Packed, right
 from scenes import KINDS, SIZES, SQUARE, Question, scene
@@ -35,11 +35,12 @@ class Reader(Protocol):
         """Logits at the positions that have a target, `[P, V]`."""
 
 
-def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, size: int, lr: float) -> None:
-    """Trains `seer`, which gives lists of label logits `[cells, labels]`, to name what is in each cell of an image."""
+def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int, size: int, lr: float) -> None:
+    """Trains `seer`, which gives lists of label logits `[cells, labels]`, to name what is in each cell of an image: the
+    `first` steps mostly print, then mostly shapes."""
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
-        _, examples = batch(step, size, SIGHT_MIX, reader.square)
+        _, examples = batch(step, size, SIGHT_MIX if step < first else SHAPES_MIX, reader.square)
         inputs = reader.see(examples)
         wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(inputs))])
         found = seer(**inputs)

@@ -195,13 +195,13 @@ class Seer(nn.Module):
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 900, seeing_size: int = 16, steps: int = 1000, first: int = 250, size: int = 8,
+         seeing: int = 1400, print_first: int = 900, steps: int = 700, first: int = 250, size: int = 8,
          lr: float = 2e-3, out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
     reader = Qwen3VLReader(ours, net)
     seer = Seer(net)
-    sees(reader, seer, work, steps=seeing, size=seeing_size, lr=lr)
+    sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
     align(seer, reader)
     net.model.visual.requires_grad_(False)  # a decoder that knows nothing yet would undo what it has learned
     answers(reader, net, work, steps=steps, first=first, size=size, lr=lr)
