@@ -95,6 +95,9 @@ def test_the_closed_form_is_least_squares(ridge):
     assert (moments.count, moments.prompts) == (len(x), 5)
     weights = moments.solve(ridge)
     torch.testing.assert_close(weights, least_squares(x, y, ridge))
+    near = torch.randn(13, 18, dtype=torch.double)
+    left = y.double() - x.double() @ near[:-1] - near[-1]
+    torch.testing.assert_close(moments.solve(ridge, near), near + least_squares(x, left, ridge))
     x, y = (torch.cat(each).double() for each in zip(*data(seed=1)))
     missed = (y - x @ weights[:-1] - weights[-1]).square().sum(0).view(3, 2, 3).sum(-1)
     spread = (y - y.mean(0)).square().sum(0).view(3, 2, 3).sum(-1)
@@ -147,9 +150,20 @@ def slow(model, batches, visual, text, tail, ridge):
                     state = states[0][row, columns]
                     xs.append(state / (state.square().mean(-1, keepdim=True) + 1e-6).sqrt())
                     ys.append(torch.cat([part[row, columns] for part in made], -1))
-            weights = least_squares(torch.cat(xs), torch.cat(ys), ridge).float()
+            x, y, own = torch.cat(xs).double(), torch.cat(ys).double(), own_weights(module)
+            weights = least_squares(x, y - x @ own, ridge)  # of what the layer's own projections leave
+            weights[:-1] += own
+            weights = weights.float()
             fits[f"{kind}.{layer}.weight"], fits[f"{kind}.{layer}.bias"] = weights[:-1].T, weights[-1]
     return fits
+
+
+def own_weights(layer):
+    """Of a scaled state, `[D, 2GK]`: what the layer's own modules make of each axis."""
+    axes = torch.eye(WIDTH) * WIDTH ** 0.5  # of root mean square 1
+    normed = layer.input_layernorm(axes)
+    made = [part(normed) for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+    return torch.cat(made, -1).double() / WIDTH ** 0.5
 
 
 def same(got, want, tolerance=1e-3):
