@@ -42,19 +42,21 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int,
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
         _, examples = batch(step, size, SIGHT_MIX if step < first else SHAPES_MIX, reader.square)
         inputs = reader.see(examples)
-        wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(inputs))])
-        found = seer(**inputs)
-        losses = [F.binary_cross_entropy_with_logits(names, wanted, reduction="sum") for names in found]
-        return sum(losses) / len(losses) / wanted.sum(), {
-            "recall": round(float((found[0][wanted > 0] > 0).float().mean()), 3),
-            "precision": round(float(wanted[found[0] > 0].mean()), 3)}
+        return naming(seer(**inputs), examples, reader.grids(inputs))
 
     train(seer, loss_of, steps=steps, lr=lr, folder=work, name="sight", warmup=30)
 
 
 def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: int, size: int, lr: float,
-            every: int = 200) -> None:
-    """Trains `net` on the answers, the `first` steps on the simplest images, and checks it on held-out ones."""
+            every: int = 200, seer: Any = None) -> None:
+    """Trains `net` on the answers, the `first` steps on the simplest images, and checks it on held-out ones.
+
+    With `seer`, its tower goes on learning to name what it sees, on the same images: by itself, what a decoder that
+    knows nothing yet asks of it would undo what it has learned.
+    """
+    found: list[Any] = []
+    if seer is not None:  # at once: the model takes the tower's output to pieces
+        seer.tower.register_forward_hook(lambda module, args, output: found.append(seer.named(output)))
     sizes = SQUARE if reader.square else SIZES
     held = {"easy": [(one, one.questions) for one in easy("test")[:40]]}
     for kind in KINDS:
@@ -64,9 +66,16 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: in
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
         numbers, examples = batch(step, size, FIRST_MIX if step < first else MIX, reader.square)
         packed, inputs = reader.read(examples, [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)])
+        found.clear()
         logits = reader.logits(packed, inputs)
         wanted = packed.targets[packed.targets != IGNORED]
-        return F.cross_entropy(logits, wanted), {"hit": round(float((logits.argmax(-1) == wanted).float().mean()), 3)}
+        loss = F.cross_entropy(logits, wanted)
+        figures = {"hit": round(float((logits.argmax(-1) == wanted).float().mean()), 3)}
+        if seer is not None:
+            named, recall = naming(found[0], examples, reader.grids(inputs))
+            loss = loss + named / 2
+            figures |= recall
+        return loss, figures
 
     def check() -> dict[str, Any]:
         scores: dict[str, Any] = {}
@@ -76,7 +85,16 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: in
             scores |= {kind: round(sum(row) / len(row), 3) for kind, row in sorted(hits.items())}
         return {"held": scores}
 
-    train(net, loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
+    train(nn.ModuleList([net] if seer is None else [net, seer]), loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
+
+
+def naming(found: Any, examples: list[Example], grids: list[tuple[int, int]]) -> tuple[Tensor, dict[str, Any]]:
+    """The loss of naming what is in each cell, a label that is there counting 1, and figures for the log."""
+    wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, grids)])
+    losses = [F.binary_cross_entropy_with_logits(names, wanted, reduction="sum") for names in found]
+    return torch.stack(losses).mean() / wanted.sum(), {
+        "recall": round(float((found[0][wanted > 0] > 0).float().mean()), 3),
+        "precision": round(float(wanted[found[0] > 0].mean()), 3)}
 
 
 @torch.no_grad()
