@@ -1,4 +1,5 @@
-"""Calibrates an embedded model on the kinds of image that it was trained on, and puts the plan into the package.
+"""Calibrates an embedded model, on the kinds of image that it was trained on and on others, and puts the plan into the
+package.
 
     python calibration/publish.py tiny-qwen3-vl
 
@@ -16,16 +17,16 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from experiments import own_mix, subject
+from experiments import subject
 
 from popvlm.calibrate import PUBLISHED, identity, line, progress
 from popvlm.selection import Budget, choose, described
 
 
-def main(name: str, prompts: int = 192, tails: str = "1,16",
+def main(name: str, prompts: int = 132, tails: str = "1,16",
          divergence: float = 0.01) -> None:
     it = subject(name)
-    samples = own_mix(it, "train", prompts)
+    samples = it.mix("train", prompts)
     with progress(f"calibrating {name}") as (say, track):
         choice = choose(it.model, samples, Budget(divergence=divergence), tails=tuple(map(int, tails.split(","))),
                         say=say, track=track)
