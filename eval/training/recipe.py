@@ -85,7 +85,8 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: in
             scores |= {kind: round(sum(row) / len(row), 3) for kind, row in sorted(hits.items())}
         return {"held": scores}
 
-    train(nn.ModuleList([net] if seer is None else [net, seer]), loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
+    trained = nn.ModuleList([net] if seer is None else [net, seer])
+    train(trained, loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
 
 
 def naming(found: Any, examples: list[Example], grids: list[tuple[int, int]]) -> tuple[Tensor, dict[str, Any]]:
