@@ -154,7 +154,7 @@ def test_two_processes_find_one_plan(tmp_path):
     processes = [context.Process(target=_share, args=(rank, tmp_path, results)) for rank in range(2)]
     for process in processes:
         process.start()
-    one, other = (results.get(timeout=120)[1:] for _ in processes)
+    one, other = (results.get(timeout=400)[1:] for _ in processes)
     for process in processes:
         process.join()
     assert one == other

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 import popvlm
 from models import FAMILIES, IMAGE, LAYERS, VIDEO, VISUAL, build, is_qwen, prompt, text_model
+from popvlm.decoders import family_of
 from popvlm.importance import ImportanceProfile, ProfileError, plot, profile
 from popvlm.plan import Fingerprint, PruningPlan
 
@@ -29,7 +30,9 @@ def watched(model):
 
     def watching(**call):
         output = generate(**call, return_dict_in_generate=True, output_logits=True, output_scores=True)
-        assert torch.equal(torch.cat(output.scores), torch.cat(output.logits)), "it samples from something else"
+        wanted = torch.cat(output.logits).clone()
+        wanted[:, list(family_of(model).visual_token_ids(model.config))] = -torch.inf  # nothing stands behind them
+        assert torch.equal(torch.cat(output.scores), wanted), "it samples from something else"
         answers.append((output.sequences[:, call["input_ids"].shape[1]:], torch.cat(output.logits)))
         return output.sequences
 
