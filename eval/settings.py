@@ -79,7 +79,7 @@ class Makers:
         known = popvlm.plan_of(popvlm.accelerate(None, self.model, plan=name))  # says what is wrong with it
         popvlm.restore(self.model)
         assert known is not None
-        return _planned(Path(name).stem if Path(name).suffix else name, known, name)
+        return _planned(Path(name).name.split(".")[0], known, name)
 
     def baseline(self, name: str, ratio: float) -> Setting:
         """One of `BASELINES` at a share of the layers."""
