@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from popvlm import __version__, cache
+from popvlm.decoders import fingerprint
 from popvlm.importance import ImportanceProfile, profile
 from popvlm.plan import PlanError, PruningPlan
 from popvlm.samples import BuiltinMix, Prepared, Tally, describe
@@ -198,14 +199,12 @@ def _cached(folder: Path) -> tuple[PruningPlan, str] | None:
 
 
 def identity(model: Any) -> str:
-    """16 hexadecimal digits of the model's config and weights, of which it looks at `SAMPLED` numbers each.
+    """16 hexadecimal digits of the model's shape and weights, of which it looks at `SAMPLED` numbers each.
 
-    The same whether loaded in float32 or bfloat16, on whichever devices.
+    The same whether loaded in float32 or bfloat16, on whichever devices, by whichever transformers.
     """
-    config = model.config.get_text_config().to_dict()
-    told = {key: config[key] for key in sorted(config) if isinstance(config[key], (int, float, str, bool, list))
-            and not key.startswith("_") and "dtype" not in key and key != "use_cache"}
-    digest = hashlib.sha256(json.dumps(told).encode())
+    shape = asdict(replace(fingerprint(model), checkpoint=""))
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name}{list(weight.shape)}".encode())
         if weight.device.type != "meta" and weight.is_floating_point():
