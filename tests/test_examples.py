@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 def run(script, *arguments):
     done = subprocess.run([sys.executable, ROOT / "examples" / script, *arguments], capture_output=True, text=True,
-                          check=False)
+                          check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
