@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from popvlm.decoders import family_of
@@ -107,6 +108,8 @@ def without_kv(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
 def _instead(model: Any, layers: Iterable[int], instead: Callable[[int, Forward, Tensor, dict[str, Any]], Any]
              ) -> Iterator[None]:
     """Runs `instead(index, forward, hidden, kwargs)` for the forward of each of the layers."""
+    if int(transformers.__version__.split(".")[0]) < 5:  # whose Gemma-3 layers return tuples, others not
+        raise RuntimeError(f"the baselines need transformers 5, and this is {transformers.__version__}; upgrade it")
     stack = family_of(model).text_model(model).layers
     chosen = list(layers)
     for index in chosen:

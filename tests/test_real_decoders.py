@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -21,6 +22,8 @@ import popvlm
 from models import LAYERS, oracle
 from popvlm import PruningPlan, prefill
 from popvlm.decoders import family_of
+
+pytest.importorskip("transformers", minversion="5.0")  # as the baselines ask
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
@@ -244,7 +247,7 @@ def test_the_whole_run(make: Any, tokenizer: Any, tmp_path: Path, monkeypatch: p
 def test_the_command_refuses_in_a_sentence(tmp_path: Path) -> None:
     script = Path(real_decoders.__file__)
     done = subprocess.run([sys.executable, script, "three", "--out", tmp_path], capture_output=True, text=True,
-                          check=False)
+                          check=False, env=os.environ | {"PYTHONPATH": str(Path(popvlm.__file__).parents[1])})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("real_decoders: there is no decoder three; give some of smollm2-135m, gemma-3-270m\n")
 
