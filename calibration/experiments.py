@@ -37,10 +37,10 @@ sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "eval" / "training")]
 from popvlm import PruningPlan, cost, prefill
 from popvlm.decoders import family_of
 from popvlm.fitting import fit
-from popvlm.importance import ImportanceProfile, plot, profile
+from popvlm.importance import TENSORS, ImportanceProfile, plot, profile
 from popvlm.quality import continued, measure, placed, references
 from popvlm.samples import BuiltinMix, Prepared
-from popvlm.selection import _mean_lengths as mean_lengths
+from popvlm.selection import mean_lengths
 
 RESULTS = Path(__file__).parent / "results"
 DECODERS = "smollm2-135m", "gemma-3-270m"
@@ -69,11 +69,7 @@ class Subject:
         """Of all kinds in turn; fewer where a kind has no more."""
         turns = -(-count // len(self.kinds))
         each = [self.prompts(kind, split, turns) for kind in self.kinds]
-        return Kept([some[turn] for turn in range(turns) for some in each if turn < len(some)][:count])
-
-
-class Kept(list[Any]):
-    """Prompts that were prepared once."""
+        return [some[turn] for turn in range(turns) for some in each if turn < len(some)][:count]
 
 
 def subject(name: str) -> Subject:
@@ -106,7 +102,7 @@ def subject(name: str) -> Subject:
             made: Any = [{"image": image, "question": one.text} for image, one in pairs]
         else:
             made = BuiltinMix(count, seed=int(split == "test"), largest=512, kinds=drawn[kind])
-        return Kept(Prepared(processor, made))
+        return list(Prepared(processor, made))
 
     def answers(split: str, count: int) -> list[torch.Tensor]:
         stop = model.generation_config.eos_token_id
@@ -125,7 +121,7 @@ def decoder(name: str) -> Subject:
 
     def prompts(kind: str, split: str, count: int) -> Samples:
         some = texts.chunks(tokenizer, kind, LENGTH, held_out=split == "test")[:count]
-        return Kept([{"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])} for ids in some])
+        return [{"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])} for ids in some]
 
     return Subject(name, model, texts.KINDS, prompts)
 
@@ -153,10 +149,6 @@ def keep(name: str, it: Subject, record: dict[str, Any], figure: Figure | None, 
     if figure is not None:
         figure.savefig(RESULTS / f"{name}_{it.name}.png", dpi=110)
     Console().print(table)
-
-
-def axes_of(figure: Figure) -> Any:
-    return figure.subplots()
 
 
 @app.command()
@@ -190,7 +182,7 @@ def predicted(name: str, plans: int = 44, prompts: int = 48, held: int = 24) -> 
                        for kl in ("own_kl", "fitted_kl")]
         table.add_row(score, *(f"{one:.3f}" for one in rank[score]))
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = axes_of(figure)
+    axes = figure.subplots()
     for kl, mark in ("own_kl", "o"), ("fitted_kl", "^"):
         axes.loglog([max(row["joint"], 1e-9) for row in rows], [max(row[kl], 1e-9) for row in rows], mark,
                     label=kl.replace("_kl", " projections"), alpha=0.7)
@@ -298,13 +290,13 @@ def enough(name: str, most: int = 500, held: int = 48, ratio: float = 1 / 3) -> 
     known = references(it.model, test)
     last = PruningPlan.last(it.depth, ratio)
     rows = []
-    scores = profile(it.model, Kept(samples[:min(200, sizes[-1])]), max_new_tokens=16, progress=told("gates"))
+    scores = profile(it.model, samples[:200], max_new_tokens=16, progress=told("gates"))
     for size in track(sizes, "sizes"):
-        fitted, report = fit(it.model, last, Kept(samples[:size]))
+        fitted, report = fit(it.model, last, samples[:size])
         row = {"prompts": size, "fitted": measure(it.model, fitted, test, known).figures(),
                "held_out_error": sum(line.fitted_keys + line.fitted_values for line in report) / 2 / len(report)}
         if size <= len(scores):
-            layers = cheapest(first(scores, size), len(last.text))
+            layers = first(scores, size).cheapest(len(last.text), ["visual", "text"])
             row["gates"] = {"layers": sorted(layers)} | measure(
                 it.model, PruningPlan(it.depth, layers, layers), test, known).figures()
         rows.append(row)
@@ -315,7 +307,7 @@ def enough(name: str, most: int = 500, held: int = 48, ratio: float = 1 / 3) -> 
         table.add_row(str(row["prompts"]), f"{row['fitted']['mean_kl']:.4f}", f"{row['held_out_error']:.3f}",
                       f"{row['gates']['mean_kl']:.4f}" if "gates" in row else "")
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = axes_of(figure)
+    axes = figure.subplots()
     axes.loglog([row["prompts"] for row in rows], [row["fitted"]["mean_kl"] for row in rows], "o-", label="fitted")
     some = [row for row in rows if "gates" in row]
     axes.loglog([row["prompts"] for row in some], [row["gates"]["mean_kl"] for row in some], "s-",
@@ -328,17 +320,7 @@ def enough(name: str, most: int = 500, held: int = 48, ratio: float = 1 / 3) -> 
 
 def first(scores: ImportanceProfile, count: int) -> ImportanceProfile:
     """Of the first samples only."""
-    return replace(scores, **{name: getattr(scores, name)[:count] for name in ("gradients", "indices", "positions",
-                                                                                "losses")})
-
-
-def cheapest(scores: ImportanceProfile, count: int) -> set[int]:
-    """The layers whose removal costs least, jointly, found one by one."""
-    found: set[int] = set()
-    while len(found) < count:
-        found.add(min(set(range(scores.num_layers)) - found,
-                      key=lambda layer: scores.removal_cost({*found, layer}, {*found, layer})))
-    return found
+    return replace(scores, **{name: getattr(scores, name)[:count] for name in TENSORS})
 
 
 @app.command()

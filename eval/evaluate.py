@@ -37,7 +37,9 @@ from settings import BASELINES, FULL, Makers, Setting, SettingError, full, slug
 from tasks import NAMES, Sample, Task, TaskError, find, load
 
 from popvlm import PlanError, answer, embedded
-from popvlm.decoders import UnsupportedModel, family_of, fingerprint
+from popvlm.benchmark import processor_name
+from popvlm.calibrate import identity
+from popvlm.decoders import UnsupportedModel, family_of
 from popvlm.fitting import FittingError
 from popvlm.plan import replacing
 from popvlm.samples import BuiltinMix, Prepared, SampleError, UnreadableImage, opened
@@ -109,7 +111,7 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
     processor, model = answer.load(checkpoint, dtype=dtype, attention=attention,
                                    device=str(state.device) if many and device == "auto" else device)
     processor.tokenizer.padding_side = "left"
-    run = {"model": name, "weights": _weights(model), "dtype": str(model.dtype),
+    run = {"model": name, "weights": identity(model), "dtype": str(model.dtype),
            "attention": model.config._attn_implementation, "batch": batch, "seed": seed, "limit": limit,
            "calibration": f"{calibrate} of {calibrate_on}"}
     lengths = _lengths(processor, model, [sample for some in samples.values() for sample in some])
@@ -156,13 +158,6 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
             raise RunError(f"of {task_found['samples']} samples of {task_found['title']} none was answered; the first: "
                            f"{next(iter(task_found['failed'].values()))}")
     Console().print(f"{out / 'report.html'} shows it with the samples where settings disagree", soft_wrap=True)
-
-
-def _weights(model: Any) -> str:
-    """Tells a checkpoint from another of the same name: its architecture, and a norm that training changes."""
-    shape = fingerprint(model)
-    norm = model.get_input_embeddings().weight.float().norm().item()
-    return f"{shape.family}, {shape.num_layers} layers of {shape.hidden_size}, embedding norm {norm:.5g}"
 
 
 def _local_data(data: Sequence[str]) -> dict[str, str]:
@@ -237,17 +232,9 @@ def _write(record: Mapping[str, Any], samples: Mapping[str, Sequence[Sample]], o
 def hardware(model: Any) -> dict[str, Any]:
     """What a model runs on."""
     device = torch.device(model.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"device": f"{name} ({device})", "cores": os.cpu_count(), "threads": torch.get_num_threads(),
             "system": platform.platform()}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -85,12 +85,10 @@ def paired(full: Sequence[float], pruned: Sequence[float], same: Sequence[bool],
     apart = ours - theirs
     worse, better = int((apart < 0).sum()), int((apart > 0).sum())
     if worse + better:
-        found = bootstrap((apart,), np.mean, n_resamples=9999, batch=max(1, 10_000_000 // count), rng=seed,
-                          confidence_level=LEVEL, method="percentile").confidence_interval if count > 1 else None
-        low, high = (float(found.low), float(found.high)) if found else (-1.0, 1.0)
+        low, high = _of_mean(apart, seed) if count > 1 else (-1.0, 1.0)
         p_value = float(binomtest(min(worse, better), worse + better).pvalue)
     else:
-        high = 1 - (1 - LEVEL) ** (1 / count)
+        high = _bound(count)
         low, p_value = -high, 1.0
     return Paired(count, float(theirs.mean()), float(ours.mean()), float(apart.mean()), low, high, worse, better,
                   p_value, float(np.mean(same)))
@@ -102,8 +100,17 @@ def interval(scores: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
     if len(values) < 2:
         return 0.0, 1.0
     if (values == values[0]).all():
-        bound = 1 - (1 - LEVEL) ** (1 / len(values))
+        bound = _bound(len(values))
         return max(0.0, float(values[0]) - bound), min(1.0, float(values[0]) + bound)
+    return _of_mean(values, seed)
+
+
+def _of_mean(values: np.ndarray[Any, np.dtype[np.float64]], seed: int) -> tuple[float, float]:
     found = bootstrap((values,), np.mean, n_resamples=9999, batch=max(1, 10_000_000 // len(values)), rng=seed,
                       confidence_level=LEVEL, method="percentile").confidence_interval
     return float(found.low), float(found.high)
+
+
+def _bound(count: int) -> float:
+    """The largest share of all samples that may differ where none of `count` does."""
+    return 1 - (1 - LEVEL) ** (1 / count)

@@ -90,10 +90,10 @@ class Makers:
         if name in ("pop", "pop-fitted", "visual", "visual-fitted"):
             bare = plan if name.startswith("pop") else PruningPlan(self.layers, visual=plan.visual, source=plan.source)
             return _planned(called, self._fitted(called, bare) if name.endswith("fitted") else bare, BASELINES[name])
+        if int(version("transformers").split(".")[0]) < 5:  # those of baselines.py and dart.py
+            raise SettingError(f"the baseline {name} needs transformers 5; upgrade it, or leave {name} out")
         put: Callable[[Any], AbstractContextManager[Any]]
         if name == "dart":
-            if int(version("transformers").split(".")[0]) < 5:
-                raise SettingError("the baseline dart needs transformers 5; upgrade it, or leave dart out")
             share = dart.matching(self.model.config, plan, *self.lengths)
             put, what = partial(dart.dart, keep=share), {"share of visual tokens kept": share}
         else:

@@ -287,12 +287,12 @@ def run(load: Load, settings: Sequence[Setting], plans: Plans, *, image: Image.I
 
 def machine() -> str:
     """What this runs on: the device's name, threads, and the versions of torch and transformers."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{device}, {torch.get_num_threads()} threads, {versions}"
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """The CPU's name, where the system tells it."""
     try:
         told = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

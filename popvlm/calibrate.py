@@ -21,8 +21,9 @@ from popvlm import __version__, cache
 from popvlm.decoders import fingerprint
 from popvlm.importance import ImportanceProfile, profile
 from popvlm.plan import PlanError, PruningPlan
+from popvlm.processes import gathered, place
 from popvlm.samples import BuiltinMix, Prepared, Tally, describe
-from popvlm.selection import Budget, Choice, Track, Trial, choose, described
+from popvlm.selection import Budget, Choice, Part, Track, Trial, choose, described
 
 PROMPTS = 128
 """Of the built-in mix, where no samples are given; every fourth is held out."""
@@ -44,7 +45,7 @@ class Calibration:
     Args:
         plan: with its figures in `source`.
         choice: all that was tried, and whether the budget was met.
-        budget, kv: what was asked for.
+        budget: what was asked for.
         tallies: the prompts by kind, "all" last; every fourth was held out.
         profile: the gate gradients, where they were asked for.
         seconds: how long it took this time.
@@ -53,7 +54,6 @@ class Calibration:
     plan: PruningPlan
     choice: Choice
     budget: Budget
-    kv: str
     tallies: dict[str, Tally]
     profile: ImportanceProfile | None
     seconds: float
@@ -98,44 +98,26 @@ def calibrate(processor: Any, model: nn.Module, samples: Any = None, *, budget: 
     budget = budget or Budget()
     prepared = samples if isinstance(samples, Prepared) else Prepared(
         processor, BuiltinMix(PROMPTS) if samples is None else samples)
-    mine: Sequence[Any] = prepared
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        mine = _Share(prepared, range(rank, len(prepared), world))
+    rank, world = place()
+    mine = Part(prepared, range(rank, len(prepared), world))
     scored = None
     if gates:
         path = None if state is None else Path(state) / "profile.safetensors"
         scored = _profiled(model, prepared, path, track)
     choice = choose(model, mine, budget, kv=kv, profile=scored, state=state, say=say, track=track)
-    return Calibration(described(choice.best, model), choice, budget, kv, describe(prepared), scored,
+    return Calibration(described(choice.best, model), choice, budget, describe(prepared), scored,
                        time.monotonic() - began)
-
-
-class _Share(Sequence[Any]):
-    """This process's share of the samples."""
-
-    def __init__(self, samples: Sequence[Any], indices: range) -> None:
-        self.samples, self.indices = samples, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.samples[self.indices[index]]
 
 
 def _profiled(model: nn.Module, samples: Sequence[Any], path: Path | None, track: Track) -> ImportanceProfile:
     def told(loop: range) -> Iterable[int]:
         return track(loop, "scoring layers by virtual gates")
 
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return profile(model, samples, path=path, max_new_tokens=ANSWER, progress=told)
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    ours = profile(model, samples, path=path and path.with_suffix(f".{rank}{path.suffix}"),
-                   max_new_tokens=ANSWER, indices=range(rank, len(samples), world), progress=told)
-    every: list[Any] = [None] * world
-    torch.distributed.all_gather_object(every, ours)
-    return ImportanceProfile.merge(every)
+    rank, world = place()
+    if path is not None and world > 1:
+        path = path.with_suffix(f".{rank}{path.suffix}")
+    return ImportanceProfile.merge(gathered(profile(model, samples, path=path, max_new_tokens=ANSWER,
+                                                    indices=range(rank, len(samples), world), progress=told)))
 
 
 def automatic(processor: Any, model: nn.Module, samples: Any = None, *, budget: Budget | None = None,
@@ -153,13 +135,11 @@ def automatic(processor: Any, model: nn.Module, samples: Any = None, *, budget: 
         PlanError: it has to be calibrated and there is no processor.
         SampleError, SelectionError, FittingError, UnsupportedModel: as `calibrate` raises them.
     """
-    budget = budget or Budget()
+    budget, name = budget or Budget(), identity(model)
     if samples is not None:
         samples = Prepared(processor, samples)
-    elif kept := known(model, budget, kv):
-        return kept
-    folder = _folder(model, budget, kv, samples)
-    if samples is not None and (kept := _cached(folder)):
+    folder = _folder(name, budget, kv, samples)
+    if kept := (_published(name, budget, kv) if samples is None else None) or _cached(folder):
         return kept
     if processor is None:
         raise PlanError("there is no plan for this model yet, and to calibrate one takes its processor; give it, or "
@@ -176,16 +156,20 @@ def automatic(processor: Any, model: nn.Module, samples: Any = None, *, budget: 
 
 def known(model: nn.Module, budget: Budget | None = None, kv: str = "fitted") -> tuple[PruningPlan, str] | None:
     """A plan for this very model that is in the cache or comes with the package, and where it is from."""
-    budget = budget or Budget()
+    budget, name = budget or Budget(), identity(model)
+    return _published(name, budget, kv) or _cached(_folder(name, budget, kv, None))
+
+
+def _published(name: str, budget: Budget, kv: str) -> tuple[PruningPlan, str] | None:
     if budget == Budget() and kv == "fitted":
-        for published in PUBLISHED.glob(f"*.{identity(model)}.json"):
-            return PruningPlan.load(published), f"published with popvlm for {published.name.split('.')[0]}"
-    return _cached(_folder(model, budget, kv, None))
+        for file in PUBLISHED.glob(f"*.{name}.json"):
+            return PruningPlan.load(file), f"published with popvlm for {file.name.split('.')[0]}"
+    return None
 
 
-def _folder(model: nn.Module, budget: Budget, kv: str, samples: Prepared | None) -> Path:
+def _folder(name: str, budget: Budget, kv: str, samples: Prepared | None) -> Path:
     asked = json.dumps([__version__, str(budget), kv, None if samples is None else _digest(samples)])
-    return cache.folder() / "plans" / identity(model) / hashlib.sha256(asked.encode()).hexdigest()[:16]
+    return cache.folder() / "plans" / name / hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
 def _cached(folder: Path) -> tuple[PruningPlan, str] | None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from popvlm import prefill
+from popvlm import prefill, processes
 from popvlm.decoders import Family, family_of, fingerprint
 from popvlm.plan import KINDS, Fingerprint, Kind, PruningPlan, replacing
 from popvlm.quality import placed
@@ -526,7 +526,7 @@ def _own(layer: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
 
 def _reduced(moments: Moments, device: torch.device) -> Moments:
     """The sum of all processes' moments, where there are several."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if processes.place()[1] == 1:
         return moments
     prompts = torch.tensor(moments.prompts, dtype=torch.float64)
     xtx, xty, yty, prompts = (part.to(device, copy=True) for part in (moments.xtx, moments.xty, moments.yty, prompts))

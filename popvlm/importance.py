@@ -114,6 +114,23 @@ class ImportanceProfile:
         sums = (self.gradients[:, :2].sum(3) * removed).sum((1, 2))
         return sums.square().mean().item() / 2
 
+    def cheapest(self, count: int, kinds: Sequence[Literal["visual", "text"]], *,
+                 text: Iterable[int] = ()) -> frozenset[int]:
+        """So many layers whose removal for the context of `kinds` costs least, found one by one: the next is the one
+        with which all so far cost least together. Never the first layer: without it nothing of a prompt would be left.
+
+        Args:
+            count: how many, fewer than there are layers.
+            kinds: whose context skips them.
+            text: layers that text context skips beside them, where it is none of `kinds`.
+        """
+        found: set[int] = set()
+        while len(found) < count:
+            costs = {layer: self.removal_cost(**{"text": text} | {kind: {*found, layer} for kind in kinds})
+                     for layer in range(1, self.num_layers) if layer not in found}
+            found.add(min(costs, key=costs.__getitem__))
+        return frozenset(found)
+
     def check(self, model: Fingerprint) -> None:
         """Whether the profile is of a model of this architecture.
 

@@ -16,6 +16,7 @@ from popvlm.decoders import family_of, fingerprint
 from popvlm.fitting import fit
 from popvlm.importance import ImportanceProfile
 from popvlm.plan import PruningPlan
+from popvlm.processes import gathered
 from popvlm.quality import Quality, Reference, measure, references
 
 HELD_OUT = 4
@@ -147,21 +148,6 @@ class _Search:
     def _told(self, what: str, plan: PruningPlan) -> Callable[[range], Iterable[int]]:
         return lambda loop: self.track(loop, f"{what} {len(plan.visual)} + {len(plan.text)} of {self.depth} layers")
 
-    def cheapest(self, count: int, kind: Literal["visual", "text"], beside: Layers = frozenset()) -> Layers:
-        """So many layers whose removal costs least by the profile's joint Fisher information, found one by one."""
-        assert self.profile is not None
-        found: set[int] = set()
-        while len(found) < count:
-            costs = {}
-            for layer in range(1, self.depth):  # to skip the first layer, too, would leave nothing of the images
-                if layer not in found:
-                    by_kind: dict[str, Iterable[int]] = {"visual": beside, "text": beside} | {kind: {*found, layer}}
-                    if not self.visual:
-                        by_kind["visual"] = ()
-                    costs[layer] = self.profile.removal_cost(**by_kind)
-            found.add(min(costs, key=costs.__getitem__))
-        return frozenset(found)
-
 
 def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budget, *,
            kv: Literal["own", "fitted"] = "fitted", tails: Sequence[int] = TAILS,
@@ -200,9 +186,9 @@ def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budge
                              f"give at least {2 * HELD_OUT}")
     if profile is not None:
         profile.check(fingerprint(model))
-    held, fitting = (_Some(samples, [index for index in range(len(samples))
+    held, fitting = (Part(samples, [index for index in range(len(samples))
                                      if (index % HELD_OUT == HELD_OUT - 1) is which]) for which in (True, False))
-    visual, text = _mean_lengths(model, held)
+    visual, text = mean_lengths(model, held)
     known = references(model, held, answer_tokens=answer_tokens,
                        progress=lambda loop: track(loop, "answering in full"))
     search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, [])
@@ -214,10 +200,10 @@ def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budge
     return _within(search, budget.divergence, budget.agreement)
 
 
-class _Some(Sequence[Mapping[str, Any]]):
+class Part(Sequence[Any]):
     """Some of the samples, each prepared when it is asked for."""
 
-    def __init__(self, samples: Sequence[Mapping[str, Any]], indices: list[int]) -> None:
+    def __init__(self, samples: Sequence[Any], indices: Sequence[int]) -> None:
         self.samples, self.indices = samples, indices
 
     def __len__(self) -> int:
@@ -306,12 +292,14 @@ def _fits(search: _Search, trial: Trial) -> bool:
 
 def _free(search: _Search, trial: Trial, more: int = 0) -> Trial:
     """The sets that the profile holds cheapest, of as many layers as a plan has, or so many more."""
-    by_text = search.cheapest(len(trial.plan.text) + more, "text")
-    by_visual = search.cheapest(len(trial.plan.visual) + more, "visual", by_text) if search.visual else by_text
+    assert search.profile is not None
+    by_text = search.profile.cheapest(len(trial.plan.text) + more, ["text"])
+    by_visual = (search.profile.cheapest(len(trial.plan.visual) + more, ["visual"], text=by_text) if search.visual
+                 else by_text)
     return search.trial(by_visual, by_text, trial.plan.tail)
 
 
-def _mean_lengths(model: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+def mean_lengths(model: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Mean numbers of visual and text tokens of a prompt."""
     tokens = family_of(model).visual_token_ids(model.config)
     visual = total = 0
@@ -319,23 +307,14 @@ def _mean_lengths(model: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[int
         ids: Tensor = samples[index]["input_ids"]
         visual += sum(int((ids == token).sum()) for token in tokens)
         total += ids.numel()
-    means = torch.tensor([visual, total - visual, len(samples)], dtype=torch.float64)
-    if _several():
-        torch.distributed.all_reduce(means)
-    return round(means[0].item() / means[2].item()), round(means[1].item() / means[2].item())
+    visual, total, count = (sum(each) for each in zip(*gathered((visual, total, len(samples)))))
+    return round(visual / count), round((total - visual) / count)
 
 
 def _of_all(quality: Quality) -> Quality:
-    """That of all processes' prompts, where there are several."""
-    if not _several():
-        return quality
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, quality)
+    """That of all processes' prompts."""
+    every = gathered(quality)
     return Quality(*(torch.cat([getattr(one, name) for one in every]) for name in Quality.__dataclass_fields__))
-
-
-def _several() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def described(trial: Trial, model: Any) -> PruningPlan:

@@ -104,8 +104,8 @@ def wasted(settings: Any, plan: PruningPlan, visual: int, text: int) -> int:
     waste = 0
     for layer in range(LAYERS):
         needs = Loops(settings, plan, layer, visual, text)
-        kept = 0 if needs.gather and tells_apart else 1  # a suffix makes those of its window only
-        waste += (needs.length - len(needs.keys)) * (KV * (1 - kept) + PAIR * len(needs.active))
+        made = KV if needs.gather and tells_apart else 0  # a suffix makes those of its window only
+        waste += (needs.length - len(needs.keys)) * (made + PAIR * len(needs.active))
         if needs.gather and tells_apart and plan.kv == "own":
             waste += len(needs.active) * KV
     return waste
