@@ -39,7 +39,7 @@ from decoders import DecoderError
 from popvlm import PruningPlan, cache, prefill
 from popvlm.decoders import family_of
 from popvlm.fitting import fit
-from popvlm.importance import ImportanceProfile, profile
+from popvlm.importance import ImportanceProfile, plot, profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -263,24 +263,6 @@ def quality_plot(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def importance_plot(profiles: dict[str, ImportanceProfile]) -> Figure:
-    """Importance over depth on a log scale, prefill against decode: a panel for each model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6 * len(profiles), 4.4), layout="constrained")
-    for axes, (model, found) in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles.items()):
-        for stage, style in (("decode", "s-"), ("prefill", "o-")):
-            scores = found.importance(stage)
-            axes.plot(scores.where(scores > 0, torch.nan).numpy(), style, label=stage, markersize=4)
-        axes.set_yscale("log")
-        axes.set_title(f"{model}, {len(found)} samples (the last layer's prefill importance is 0)", size=10)
-        axes.set_xlabel("decoder layer")
-        axes.set_ylabel("importance E[(dL/dg)²] (nats)")
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
-    return figure
-
-
 def run(names: Sequence[str], sizes: Sizes, out: Path, mark: str,
         load: Callable[[str], tuple[Any, Any]] = decoders.load) -> str:
     """Measures the named decoders, draws both plots into `out`, and returns the table.
@@ -296,14 +278,14 @@ def run(names: Sequence[str], sizes: Sizes, out: Path, mark: str,
         raise DecoderError(f"there is no decoder {unknown[0]}; give some of {', '.join(decoders.SOURCES)}")
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    profiles = {}
+    profiles = []
     for name in names:
         tokenizer, model = load(name)
-        profiles[name] = scored(model, tokenizer, sizes, out / f"real_decoders_{name}{mark}.importance.safetensors")
+        profiles.append(scored(model, tokenizer, sizes, out / f"real_decoders_{name}{mark}.importance.safetensors"))
         rows += measure(name, model, tokenizer, sizes, out / f"real_decoders_{name}{mark}.jsonl",
                         cache.folder() / "moments")
     quality_plot(rows).savefig(out / f"real_decoders{mark}_quality.png", dpi=150)
-    importance_plot(profiles).savefig(out / f"real_decoders{mark}_importance.png", dpi=150)
+    plot(*profiles).savefig(out / f"real_decoders{mark}_importance.png", dpi=150)
     made = table(rows)
     (out / f"real_decoders{mark}.md").write_text(made + "\n")
     return made

@@ -107,7 +107,8 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
         shown = Table(title=f"{task['title']}, {task['compared']} of {task['samples']} questions", title_justify="left",
                       box=SIMPLE, pad_edge=False)
         for column in "setting", "score", "diff.", "95 % interval", "p", "same", "TTFT", "verdict":
-            shown.add_column(column, justify="left" if column in ("setting", "verdict") else "right", no_wrap=True)
+            shown.add_column(column, justify="left" if column in ("setting", "verdict") else "right",
+                             no_wrap=column != "setting", overflow="fold")  # a long name takes two lines
         for name, found in task["settings"].items():
             against = found.get("against full")
             shown.add_row(name, f"{100 * found['score']:.1f}", *(

@@ -276,30 +276,32 @@ def profile(model: nn.Module, samples: Sequence[Mapping[str, Any]], *, path: str
     return found
 
 
-def plot(profile: ImportanceProfile) -> Figure:
+def plot(*profiles: ImportanceProfile) -> Figure:
     """Importance over depth on a log scale: prefill against decode, and visual against text where there are images.
 
-    A score of exactly zero (the last layer's in prefill, always) has no place on the scale and is left out.
+    A panel for each profile. A score of exactly zero (the last layer's in prefill, always) has no place on the scale
+    and is left out.
     """
     from matplotlib.figure import Figure  # not with the module: it takes a second to import # noqa: PLC0415
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    lines: list[tuple[Stage, str, str, str]] = [("decode", "decode: answer", "tab:red", "s-"),
-                                                ("prefill", "prefill: context", "tab:blue", "o-")]
-    if profile.positions[:, 0].any():
-        lines += [("visual", "visual context", "tab:green", "^--"), ("text", "text context", "tab:purple", "v--")]
-    for stage, label, colour, style in lines:
-        scores = profile.importance(stage)
-        axes.plot(scores.where(scores > 0, torch.nan).numpy(), style, color=colour, label=label, markersize=4)
-    axes.set_yscale("log")
-    axes.set_xlabel("decoder layer")
-    axes.set_ylabel("importance E[(dL/dg)²]  (nats)")
-    axes.set_title(f"{profile.fingerprint.checkpoint or profile.fingerprint.family}, {len(profile)} samples", size=10)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    figure = Figure(figsize=(7 * len(profiles), 4.2), layout="constrained")
+    for axes, profile in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles):
+        lines: list[tuple[Stage, str, str, str]] = [("decode", "decode: answer", "tab:red", "s-"),
+                                                    ("prefill", "prefill: context", "tab:blue", "o-")]
+        if profile.positions[:, 0].any():
+            lines += [("visual", "visual context", "tab:green", "^--"), ("text", "text context", "tab:purple", "v--")]
+        for stage, label, colour, style in lines:
+            scores = profile.importance(stage)
+            axes.plot(scores.where(scores > 0, torch.nan).numpy(), style, color=colour, label=label, markersize=4)
+        axes.set_yscale("log")
+        axes.set_xlabel("decoder layer")
+        axes.set_ylabel("importance E[(dL/dg)²]  (nats)")
+        axes.set_title(f"{profile.fingerprint.checkpoint or profile.fingerprint.family}, {len(profile)} samples",
+                       size=10)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
     return figure
 
 

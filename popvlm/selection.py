@@ -25,6 +25,9 @@ HELD_OUT = 4
 TAILS = 1, 16, 64
 """The tails that are tried."""
 
+WIDTH = 5
+"""Plans of a wanted speed that are tried with the first tail, between all positions alike and visual ones alone."""
+
 Layers = frozenset[int]
 Track = Callable[[range, str], Iterable[int]]
 """Goes around a loop over prompts, and is told what for."""
@@ -110,6 +113,7 @@ class _Search:
     state: str | os.PathLike[str] | None
     say: Callable[[Trial], None]
     track: Track
+    expected: int
     trials: list[Trial]
 
     @property
@@ -146,7 +150,10 @@ class _Search:
         return trial
 
     def _told(self, what: str, plan: PruningPlan) -> Callable[[range], Iterable[int]]:
-        return lambda loop: self.track(loop, f"{what} {len(plan.visual)} + {len(plan.text)} of {self.depth} layers")
+        number = len(self.trials) + 1
+        said = (f"plan {number} of about {max(self.expected, number)}: {what}, {len(plan.visual)} and "
+                f"{len(plan.text)} of {self.depth} layers")
+        return lambda loop: self.track(loop, said)
 
 
 def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budget, *,
@@ -191,7 +198,10 @@ def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budge
     visual, text = mean_lengths(model, held)
     known = references(model, held, answer_tokens=answer_tokens,
                        progress=lambda loop: track(loop, "answering in full"))
-    search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, [])
+    steps = model.config.get_text_config().num_hidden_layers.bit_length()  # of a search by halves
+    expected = (WIDTH + len(tails) if budget.speedup else 1 if budget.ratio else
+                steps * (bool(visual) + len(tails))) + (profile is not None)
+    search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, expected, [])
     if budget.speedup is not None:
         return _fastest_enough(search, budget.speedup)
     if budget.ratio is not None:
@@ -249,7 +259,7 @@ def _first(good: Callable[[int], bool], first: int, last: int) -> int:
     return last
 
 
-def _fastest_enough(search: _Search, speedup: float, most: int = 5) -> Choice:
+def _fastest_enough(search: _Search, speedup: float) -> Choice:
     last = search.depth - 1
     for number, tail in enumerate(search.tails):
         pairs: dict[int, tuple[Layers, Layers]] = {}
@@ -263,7 +273,7 @@ def _fastest_enough(search: _Search, speedup: float, most: int = 5) -> Choice:
         if number and search.trials and candidates:  # another tail: only about as deep in text as was best
             text = len(min(search.trials, key=lambda trial: trial.kl).plan.text)
             candidates = [min(candidates, key=lambda pair: abs(len(pair[1]) - text))]
-        for pair in candidates[:-1:max(1, -(-len(candidates) // most))] + candidates[-1:]:
+        for pair in candidates[:-1:max(1, -(-len(candidates) // WIDTH))] + candidates[-1:]:
             search.trial(*pair, tail)
     if not search.trials:
         one = search.after(1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from data import FIRST_MIX, MIX, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, easy, sampled
 from loop import train
 from packing import IGNORED, Packed, right
-from scenes import KINDS, SIZES, SQUARE, Question, scene
+from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
 from torch import Tensor, nn
 
 QUESTIONS = 8
@@ -93,8 +93,10 @@ def naming(found: Any, examples: list[Example], grids: list[tuple[int, int]]) ->
     """The loss of naming what is in each cell, a label that is there counting 1, and figures for the log."""
     wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, grids)])
     losses = [F.binary_cross_entropy_with_logits(names, wanted, reduction="sum") for names in found]
+    shapes = [LABELS.index(shape) for shape in SHAPES]  # print is learned first, shapes last
     return torch.stack(losses).mean() / wanted.sum(), {
         "recall": round(float((found[0][wanted > 0] > 0).float().mean()), 3),
+        "shapes": round(float((found[0][:, shapes][wanted[:, shapes] > 0] > 0).float().mean()), 3),
         "precision": round(float(wanted[found[0] > 0].mean()), 3)}
 
 

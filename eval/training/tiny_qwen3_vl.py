@@ -200,7 +200,7 @@ class Seer(nn.Module):
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 1400, print_first: int = 900, steps: int = 450, first: int = 150, size: int = 8,
+         seeing: int = 2000, print_first: int = 900, steps: int = 1000, first: int = 150, size: int = 8,
          lr: float = 2e-3, out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
@@ -208,7 +208,8 @@ def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer
     seer = Seer(net)
     sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
     align(seer, reader)
-    answers(reader, net, work, steps=steps, first=first, size=size, lr=lr, seer=seer)
+    net.model.visual.requires_grad_(False)  # what it has learned to see stays
+    answers(reader, net, work, steps=steps, first=first, size=size, lr=lr)
     if out:
         save(net, ours, out)
         again = Qwen3VLForConditionalGeneration.from_pretrained(out)
