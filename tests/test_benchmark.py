@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from models import FAMILIES, IMAGE, LAYERS, VISUAL, config, is_qwen
@@ -399,3 +400,21 @@ def test_is_qwen_is_what_the_prompts_take_for_one(make: Any) -> None:
     for family in VISUAL:
         model = make(family)
         assert is_qwen(model) is (prompts._tokens_an_image(model.config) is None)
+
+
+def test_speed_measures_a_set_and_goes_on(small_shapes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of eval/: each part of a set, at another length if asked for, with both tables and the plot."""
+    import speed
+
+    parts = [speed.Part("qwen3_vl", (900,), rounds=2), speed.Part("llama", (900,), (2,), whole=True, rounds=2)]
+    monkeypatch.setattr(speed, "SETS", {"few": parts})
+    speed.main("few", length=[80], device="cpu", out=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "speed_few.jsonl").read_text().splitlines()]
+    assert [(row["setting"]["model"], row["setting"]["batch"]) for row in rows] == [
+        *[("qwen3_vl", 1)] * 4, *[("llama", 2)] * 4]
+    assert {row["setting"]["length"] for row in rows} == {80}
+    assert (tmp_path / "speed_few.png").stat().st_size > 5_000
+    monkeypatch.setattr(benchmark, "_row", lambda *_: pytest.fail("it was measured"))
+    speed.main("few", length=[80], device="cpu", out=tmp_path)
+    with pytest.raises(typer.Exit):
+        speed.main("many", out=tmp_path)

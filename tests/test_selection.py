@@ -92,6 +92,17 @@ def test_fitted_plans_carry_their_figures(make, tmp_path):
     popvlm.accelerate(None, model, plan=tmp_path / "plan.json")
 
 
+def test_a_search_says_how_far_it_is(make):
+    model = make("llama")
+    told = []
+    choice = choose(model, prompts(model, images=False), Budget(), kv="own", answer_tokens=2,
+                    track=lambda loop, what: (told.append(what), loop)[1])
+    assert told[0] == "answering in full"
+    counts = [(int(what.split()[1]), int(what.split()[4].rstrip(":"))) for what in told[1:]]
+    assert [number for number, _ in counts] == list(range(1, len(choice.trials) + 1))
+    assert all(number <= of for number, of in counts)
+
+
 def test_longer_tails_are_tried_and_share_a_fit(make):
     model = make("qwen3_vl")
     samples = prompts(model, images=True, count=24)
