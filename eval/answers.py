@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from tasks import Sample
 
-from popvlm.answer import out_of_memory
+from popvlm.answer import chats_batch, out_of_memory
 from popvlm.decoders import family_of
 from popvlm.samples import UnreadableImage, brief, opened
 
@@ -182,11 +182,9 @@ def prepared(processor: Any, samples: Sequence[Sample], images: Sequence[Sequenc
     for sample, pictures in zip(samples, images):
         content = sample.content()
         ordered.append([pictures[part["number"]] for part in content if part["type"] == "image"])
-        turn = [{"type": "image"} if part["type"] == "image" else part for part in content]
-        chats.append(processor.apply_chat_template([{"role": "user", "content": turn}], add_generation_prompt=True,
-                                                   tokenize=False))
-    return processor(text=chats, images=ordered if any(ordered) else None, padding=True, add_special_tokens=False,
-                     return_tensors="pt")
+        chats.append([{"role": "user", "content": [{"type": "image"} if part["type"] == "image" else part
+                                                   for part in content]}])
+    return chats_batch(processor, chats, ordered)
 
 
 def _pixels(image: Any) -> int:

@@ -268,6 +268,19 @@ def prompt(processor: Any, images: Sequence[Image.Image], question: str, batch: 
                          ) from error
 
 
+def chats_batch(processor: Any, chats: Sequence[Any], images: Sequence[Sequence[Image.Image]]) -> Any:
+    """What the processor makes of several chats, `[B, T]`, padded on the side that its tokenizer pads.
+
+    Args:
+        processor: the model's processor.
+        chats: messages, in which a place for an image is `{"type": "image"}`.
+        images: of each chat, in RGB, in the order of their places.
+    """
+    texts = [processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    return processor(text=texts, images=list(images) if any(images) else None, padding=True, add_special_tokens=False,
+                     return_tensors="pt")
+
+
 def _brief(error: BaseException) -> str:
     """An error's first sentence, in one line."""
     said = " ".join(str(error).split()) or type(error).__name__

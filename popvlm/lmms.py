@@ -83,13 +83,10 @@ class PopVLM(lmms):  # type: ignore[misc]
             if videos or audios:
                 raise NotImplementedError("popvlm's plugin asks about images and text; leave video and audio tasks out")
             images.append([picture.convert("RGB") for picture in pictures])
-            chats.append(self.processor.apply_chat_template(
-                [{"role": message.role, "content": [
-                    {"type": "text", "text": part.text} if part.type == "text" else {"type": "image"}
-                    for part in message.content]} for message in messages.messages],
-                add_generation_prompt=True, tokenize=False))
-        inputs = self.processor(text=chats, images=images if any(images) else None, padding=True,
-                                add_special_tokens=False, return_tensors="pt").to(self.model.device)
+            chats.append([{"role": message.role, "content": [
+                {"type": "text", "text": part.text} if part.type == "text" else {"type": "image"}
+                for part in message.content]} for message in messages.messages])
+        inputs = answer.chats_batch(self.processor, chats, images).to(self.model.device)
         how = dict(requests[0].args[2])
         until = [how["until"]] if isinstance(how.get("until"), str) else how.get("until") or []
         sampling = {name: how[name] for name in ("temperature", "top_p") if how.get(name) is not None} if (

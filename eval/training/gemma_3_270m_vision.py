@@ -9,6 +9,7 @@ decoder's own word embeddings; then both, and the LoRA, learn to answer through 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from data import Example
 from packing import IGNORED, Packed, pack
 from peft import LoraConfig, inject_adapter_in_model
-from recipe import answers, sees
-from safetensors.torch import save_file
+from recipe import answers, figures, sees
+from safetensors.torch import load_file, save_file
 from scenes import LABELS, Question
 from torch import Tensor, nn
 
@@ -115,6 +116,10 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 32
     answers(reader, net, work, steps=steps, first=steps // 3, size=size, lr=lr, every=every)
     if out:
         save_file(trained(net), out)
+        again = Gemma3ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
+        embedded.merge(again, load_file(out))
+        scores = figures(GemmaReader(ours, again.bfloat16().float().eval()), {1: 100})  # as the package has it
+        (work / "accuracy.json").write_text(json.dumps(scores, indent=1))
 
 
 def trained(net: Any) -> dict[str, Tensor]:
