@@ -156,7 +156,7 @@ def _share(rank, folder, results):
 
 
 def test_two_processes_find_one_plan(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=_share, args=(rank, tmp_path, results)) for rank in range(2)]
     for process in processes:

@@ -393,7 +393,7 @@ def _share(rank, folder, plan, samples, results):
 
 @on("qwen3_vl")
 def test_two_processes_find_what_one_finds(model, family, tmp_path):
-    samples, context = prompts(family, 6), multiprocessing.get_context("fork")
+    samples, context = prompts(family, 6), multiprocessing.get_context("spawn")
     want = fit(model, DEEPER, samples, ridge=0.03)[0].fitted
     results = context.Queue()
     processes = [context.Process(target=_share, args=(rank, tmp_path, DEEPER, samples, results)) for rank in range(2)]

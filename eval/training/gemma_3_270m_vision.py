@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from data import Example
 from packing import IGNORED, Packed, pack
 from peft import LoraConfig, inject_adapter_in_model
-from recipe import answers, figures, sees
+from recipe import answers, figures, sees, told
 from safetensors.torch import load_file, save_file
 from scenes import LABELS, Question
 from torch import Tensor, nn
@@ -83,13 +83,36 @@ class Seer(nn.Module):
         with torch.no_grad():
             words = torch.stack([embed(torch.tensor(reader.ids(label.strip("_")))).mean(0) for label in LABELS])
         # A number's tens and ones are written alike: what tells them apart is learned beside the words.
-        self.words = nn.Parameter(F.normalize(words - words.mean(0), dim=-1))
+        self.said = F.normalize(words - words.mean(0), dim=-1)
+        self.words = nn.Parameter(self.said.clone())
         self.bias = nn.Parameter(torch.full((len(LABELS),), -5.0))
         self.norm = float(embed(torch.arange(1000, 5000)).norm(dim=-1).median())
 
     def forward(self, pixel_values: Tensor) -> list[Tensor]:
         soft = self.projector(self.tower(pixel_values).last_hidden_state).flatten(0, 1)
         return [soft @ self.words.T * (6 / self.norm) + self.bias]
+
+
+@torch.no_grad()
+def align(seer: Seer, reader: GemmaReader, length: float = 0.5) -> None:
+    """Makes a visual token the sum of the decoder's embeddings of what is in its cell, each of `length` words' length.
+
+    As tower and projector learned to name them, colours are many times as long as shapes, which no head could then look
+    for. All of it is linear, and goes into the projector's matrix.
+    """
+    projector = seer.projector
+    inputs: list[Tensor] = []
+    hook = projector.mm_soft_emb_norm.register_forward_hook(lambda module, args, out: inputs.append(out.flatten(0, 1)))
+    ((gain, absent),) = told(reader, seer)
+    hook.remove()
+    # The matrix has no bias: a direction of its input that is 1 everywhere serves as one.
+    states = torch.cat(inputs)
+    one = torch.linalg.lstsq(states, torch.ones(len(states), 1)).solution
+    print(f"a constant from the projector's input: {(states @ one).mean():.3f} +- {(states @ one).std():.3f}")
+    matrix = projector.mm_input_projection_weight
+    logits = matrix @ seer.words.T * (6 / seer.norm)
+    written = gain[:, None] * seer.said * seer.norm * length
+    matrix.copy_(logits @ written + one * ((seer.bias - absent) @ written))
 
 
 def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 470, first: int = 350, size: int = 4,
@@ -108,8 +131,9 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 47
     for part in net.model.vision_tower, net.model.multi_modal_projector:
         part.requires_grad_(True)
     reader = GemmaReader(ours, net)
-    if seeing:
-        sees(reader, Seer(net, reader), work, steps=seeing, first=print_first, size=16, lr=2 * lr)
+    seer = Seer(net, reader)
+    sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=2 * lr)
+    align(seer, reader)
     net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from data import FIRST_MIX, MIX, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, easy, sampled
+from data import FIRST_MIX, MIX, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, draw, easy, sampled
 from loop import train
 from packing import IGNORED, Packed, right
 from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
@@ -45,6 +45,30 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int,
         return naming(seer(**inputs), examples, reader.grids(inputs))
 
     train(seer, loss_of, steps=steps, lr=lr, folder=work, name="sight", warmup=30)
+
+
+@torch.no_grad()
+def told(reader: Reader, seer: nn.Module, count: int = 640) -> list[tuple[Tensor, Tensor]]:
+    """How `seer` tells a label that is in a cell from one that is not, for each of its outputs.
+
+    Returns:
+        Of each label one over the distance of its mean logits, where it is and where it is not, `[labels]`, 0 where the
+        tower does not see it or it was not there; and the latter of the two.
+    """
+    labels: list[Tensor] = []
+    logits: list[list[Tensor]] = []
+    for start in range(0, count, 32):
+        examples = [draw(index, 1, SIGHT_MIX, reader.square) for index in range(start, start + 32)]
+        seen = reader.see(examples)
+        labels += [cells(one, *grid) for one, grid in zip(examples, reader.grids(seen))]
+        logits.append(list(seer(**seen)))
+    there = torch.cat(labels) > 0
+    found = []
+    for output in map(torch.cat, zip(*logits)):
+        absent = torch.where(there, 0, output).sum(0) / (~there).sum(0)
+        present = torch.where(there, output, 0).sum(0) / there.sum(0).clamp(min=1)
+        found.append((torch.where((there.sum(0) > 4) & (present > 0), 1 / (present - absent), 0), absent))
+    return found
 
 
 def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: int, size: int, lr: float,

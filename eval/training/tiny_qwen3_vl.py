@@ -19,9 +19,9 @@ import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import SIGHT_MIX, Example, cells, draw
+from data import Example, draw
 from packing import IGNORED, Packed, pack
-from recipe import answers, figures, sees
+from recipe import answers, figures, sees, told
 from scenes import DAYS, GOODS, LABELS, LETTERS, NAMES, Question
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -102,8 +102,8 @@ def model(ids: dict[str, int]) -> Qwen3VLForConditionalGeneration:
     made = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision,
                                                          tie_word_embeddings=True, **marks))
     for layer in made.model.language_model.layers:
-        # Queries and keys are normed, so a score is at most sqrt(head_dim): 8 here and 11 in Qwen's own, too little to
-        # pick one token of hundreds. These weights are its only way up, and Adam takes thousands of steps for it.
+        # Queries and keys are normed, so a score is at most sqrt(head_dim): 8 here and 11 in Qwen's own, little to pick
+        # one token of hundreds by. These weights are its only way up, and Adam is slow to raise them.
         layer.self_attn.q_norm.weight.data.fill_(1.5)
         layer.self_attn.k_norm.weight.data.fill_(1.5)
     made.generation_config.eos_token_id = ids["<|im_end|>"]
@@ -166,25 +166,12 @@ def align(seer: Seer, reader: Qwen3VLReader) -> None:
     net, tower = reader.net, reader.net.model.visual
     dice = torch.Generator().manual_seed(0)  # a run that goes on must come to the same tower
     directions = torch.linalg.qr(torch.randn(seer.names.in_features, len(LABELS), generator=dice)).Q  # orthonormal
-    logits: list[list[Tensor]] = [[], []]
-    labels = []
-    for start in range(0, 640, 32):
-        examples = [draw(index, 1, SIGHT_MIX) for index in range(start, start + 32)]
-        seen = reader.see(examples)
-        labels += [cells(one, *grid) for one, grid in zip(examples, reader.grids(seen))]
-        for some, found in zip(logits, seer(**seen)):
-            some.append(found)
-    there = torch.cat(labels) > 0
-    count = there.sum(0)
-    for merger, names, some in zip([tower.merger, *tower.deepstack_merger_list], (seer.names, seer.deep), logits):
-        found = torch.cat(some)
-        absent = torch.where(there, 0, found).sum(0) / (~there).sum(0)
-        present = torch.where(there, found, 0).sum(0) / count.clamp(min=1)
-        gain = torch.where((count > 4) & (present > 0), 1 / (present - absent), 0)  # of what the tower does see
+    names = seer.names, seer.deep
+    for merger, head, (gain, absent) in zip([tower.merger, *tower.deepstack_merger_list], names, told(reader, seer)):
         written = directions * gain  # [D, labels]: 1 along a label's direction where it is, 0 where it is not
         last = merger.linear_fc2
-        last.bias.copy_(written @ (names.weight @ last.bias + names.bias - absent))
-        last.weight.copy_(written @ names.weight @ last.weight)
+        last.bias.copy_(written @ (head.weight @ last.bias + head.bias - absent))
+        last.weight.copy_(written @ head.weight @ last.weight)
     embed = net.get_input_embeddings().weight
     embed.normal_(0, embed.shape[1] ** -0.5, generator=dice)
     for label, direction in zip(LABELS, directions.T):
