@@ -198,7 +198,8 @@ def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budge
     visual, text = mean_lengths(model, held)
     known = references(model, held, answer_tokens=answer_tokens,
                        progress=lambda loop: track(loop, "answering in full"))
-    steps = model.config.get_text_config().num_hidden_layers.bit_length()  # of a search by halves
+    config: Any = model.config
+    steps = config.get_text_config().num_hidden_layers.bit_length()  # of a search by halves
     expected = (WIDTH + len(tails) if budget.speedup else 1 if budget.ratio else
                 steps * (bool(visual) + len(tails))) + (profile is not None)
     search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, expected, [])
