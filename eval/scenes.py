@@ -63,7 +63,7 @@ class Scene:
 
 
 def scene(split: str, index: int, kind: str | None = None, scale: float | None = None,
-          sizes: tuple[tuple[int, int], ...] = SIZES) -> Scene:
+          sizes: tuple[tuple[int, int], ...] = SIZES, most: int = 6) -> Scene:
     """The `index`-th scene of a split, the same on every call.
 
     Args:
@@ -72,11 +72,12 @@ def scene(split: str, index: int, kind: str | None = None, scale: float | None =
         kind: one of `KINDS`; by default drawn from the seed.
         scale: 1 gives 64 to 72 visual tokens, 4 gives about 1,024; by default drawn from the seed, mostly 1.
         sizes: the canvas sizes at scale 1 to draw from.
+        most: coloured shapes in a scene of them.
     """
     rng = random.Random(f"{split}-{index}")
     kind = kind or rng.choice(tuple(KINDS))
     drawn = rng.choices((1, 1.25, 1.5, 2), (12, 2, 1, 1))[0]
-    canvas = Canvas(rng, rng.choice(sizes), scale or drawn)
+    canvas = Canvas(rng, rng.choice(sizes), scale or drawn, most)
     questions = KINDS[kind](canvas)
     rng.shuffle(questions)
     return Scene(canvas.image, [Question(f"{kind}/{name}", text, answer) for name, text, answer in questions],
@@ -86,8 +87,8 @@ def scene(split: str, index: int, kind: str | None = None, scale: float | None =
 class Canvas:
     """A drawing in units of 1/32 of a visual token's side at scale 1, rendered at `scale` pixels a unit."""
 
-    def __init__(self, rng: random.Random, size: tuple[int, int], scale: float) -> None:
-        self.rng, self.scale = rng, scale
+    def __init__(self, rng: random.Random, size: tuple[int, int], scale: float, most: int) -> None:
+        self.rng, self.scale, self.most = rng, scale, most
         self.width, self.height = size
         pixels = tuple(round(side * scale / 32) * 32 for side in size)
         self.image = Image.new("RGB", pixels, tuple(rng.randint(228, 255) for _ in range(3)))
@@ -157,7 +158,7 @@ Asked = list[tuple[str, str, str]]
 
 def shapes(canvas: Canvas) -> Asked:
     rng, asked = canvas.rng, []
-    pairs = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], rng.randint(2, 6))
+    pairs = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], rng.randint(2, canvas.most))
     placed: list[tuple[str, str, str, float, float]] = []
     for color, shape in pairs:
         for _ in range(60):

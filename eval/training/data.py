@@ -52,8 +52,11 @@ def easy(split: str) -> list[Example]:
 MIX = {"easy": 0.28, "shapes": 0.32, "signs": 0.1, "table": 0.1, "chart": 0.1, "diagram": 0.1}
 """Shares of the kinds of image when answers are learned."""
 
-FIRST_MIX = {"easy": 0.35, "shapes": 0.65}
-"""The same at first: to find what a word names comes before the rest."""
+SHAPES_FIRST = {"easy": 0.35, "shapes": 0.65}
+"""The same before that: to find what a word names comes before the rest."""
+
+PAIRS_FIRST = {"easy": 0.2, "pair": 0.8}
+"""The same at the very first: of two shapes a guess is right every other time, and what is better than one shows."""
 
 SIGHT_MIX = {"easy": 0.1, "shapes": 0.16, "signs": 0.26, "table": 0.16, "chart": 0.12, "diagram": 0.2}
 """The same when a tower begins to see: print is learned first, as it stands on the grid of visual tokens."""
@@ -68,7 +71,8 @@ def draw(index: int, scale: float | None = None, mix: dict[str, float] = MIX, sq
     (kind,) = rng.choices(tuple(mix), tuple(mix.values()))
     if kind == "easy":
         return rng.choice(easy("train"))
-    drawn = scene("train", index, kind, scale, SQUARE if square else SIZES)
+    pair = kind == "pair"
+    drawn = scene("train", index, "shapes" if pair else kind, scale, SQUARE if square else SIZES, 2 if pair else 6)
     return Example(drawn.image, drawn.questions, drawn.items)
 
 

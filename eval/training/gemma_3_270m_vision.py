@@ -115,8 +115,8 @@ def align(seer: Seer, reader: GemmaReader, length: float = 0.5) -> None:
     matrix.copy_(logits @ written + one * ((seer.bias - absent) @ written))
 
 
-def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 470, first: int = 350, size: int = 4,
-         lr: float = 1e-3, every: int = 200, out: Path | None = None) -> None:
+def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 500, pairs: int = 60, shapes: int = 250,
+         size: int = 4, lr: float = 1e-3, every: int = 200, out: Path | None = None) -> None:
     base = work / "base"
     if not base.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 47
     net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)
-    answers(reader, net, work, steps=steps, first=first, size=size, lr=lr, every=every)
+    answers(reader, net, work, steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr, every=every)
     if out:
         save_file(trained(net), out)
         again = Gemma3ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)

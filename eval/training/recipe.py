@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from data import FIRST_MIX, MIX, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, draw, easy, sampled
+from data import MIX, PAIRS_FIRST, SHAPES_FIRST, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, draw, easy, sampled
 from loop import train
 from packing import IGNORED, Packed, right
 from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
@@ -39,10 +39,19 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int,
     """Trains `seer`, which gives lists of label logits `[cells, labels]`, to name what is in each cell of an image: the
     `first` steps mostly print, then mostly shapes."""
 
+    shapes = [LABELS.index(shape) for shape in SHAPES]  # print is learned first, shapes last
+
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
         _, examples = batch(step, size, SIGHT_MIX if step < first else SHAPES_MIX, reader.square)
         inputs = reader.see(examples)
-        return naming(seer(**inputs), examples, reader.grids(inputs))
+        found = seer(**inputs)
+        wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(inputs))])
+        losses = [F.binary_cross_entropy_with_logits(names, wanted, reduction="sum") for names in found]
+        seen, there = found[0] > 0, wanted > 0
+        return torch.stack(losses).mean() / wanted.sum(), {
+            "recall": round(float(seen[there].float().mean()), 3),
+            "shapes": round(float(seen[:, shapes][there[:, shapes]].float().mean()), 3),
+            "precision": round(float(wanted[seen].mean()), 3)}
 
     train(seer, loss_of, steps=steps, lr=lr, folder=work, name="sight", warmup=30)
 
@@ -71,16 +80,19 @@ def told(reader: Reader, seer: nn.Module, count: int = 640) -> list[tuple[Tensor
     return found
 
 
-def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: int, size: int, lr: float,
-            every: int = 200, seer: Any = None) -> None:
-    """Trains `net` on the answers, the `first` steps on the simplest images, and checks it on held-out ones.
+def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, pairs: int, shapes: int, size: int, lr: float,
+            every: int = 200) -> None:
+    """Trains `net` on the answers, and checks it on held-out images.
 
-    With `seer`, its tower goes on learning to name what it sees, on the same images: by itself, what a decoder that
-    knows nothing yet asks of it would undo what it has learned.
+    Args:
+        reader: of the model.
+        net: the model; what of it requires gradients is trained.
+        work: where checkpoints and the log go.
+        steps: in all; until step `pairs` mostly on two shapes, until step `shapes` on more, then on all kinds of image.
+        size: images in a step.
+        lr: the learning rate.
+        every: so many steps are between two checks.
     """
-    found: list[Any] = []
-    if seer is not None:  # at once: the model takes the tower's output to pieces
-        seer.tower.register_forward_hook(lambda module, args, output: found.append(seer.named(output)))
     sizes = SQUARE if reader.square else SIZES
     held = {"easy": [(one, one.questions) for one in easy("test")[:40]]}
     for kind in KINDS:
@@ -88,40 +100,23 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, first: in
         held[kind] = [(Example(one.image, one.questions), one.questions) for one in examples]
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
-        numbers, examples = batch(step, size, FIRST_MIX if step < first else MIX, reader.square)
+        mix = PAIRS_FIRST if step < pairs else SHAPES_FIRST if step < shapes else MIX
+        numbers, examples = batch(step, size, mix, reader.square)
         packed, inputs = reader.read(examples, [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)])
-        found.clear()
         logits = reader.logits(packed, inputs)
-        wanted = packed.targets[packed.targets != IGNORED]
-        loss = F.cross_entropy(logits, wanted)
-        figures = {"hit": round(float((logits.argmax(-1) == wanted).float().mean()), 3)}
-        if seer is not None:
-            named, recall = naming(found[0], examples, reader.grids(inputs))
-            loss = loss + named / 2
-            figures |= recall
-        return loss, figures
+        hits = [hit for row in right(packed, logits.argmax(-1)) for hit in row]
+        loss = F.cross_entropy(logits, packed.targets[packed.targets != IGNORED])
+        return loss, {"right": round(sum(hits) / len(hits), 3)}
 
     def check() -> dict[str, Any]:
         scores: dict[str, Any] = {}
-        for name, pairs in held.items():
-            hits = correct(reader, pairs)
+        for name, some in held.items():
+            hits = correct(reader, some)
             scores[name] = round(sum(map(sum, hits.values())) / sum(map(len, hits.values())), 3)
             scores |= {kind: round(sum(row) / len(row), 3) for kind, row in sorted(hits.items())}
         return {"held": scores}
 
-    trained = nn.ModuleList([net] if seer is None else [net, seer])
-    train(trained, loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
-
-
-def naming(found: Any, examples: list[Example], grids: list[tuple[int, int]]) -> tuple[Tensor, dict[str, Any]]:
-    """The loss of naming what is in each cell, a label that is there counting 1, and figures for the log."""
-    wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, grids)])
-    losses = [F.binary_cross_entropy_with_logits(names, wanted, reduction="sum") for names in found]
-    shapes = [LABELS.index(shape) for shape in SHAPES]  # print is learned first, shapes last
-    return torch.stack(losses).mean() / wanted.sum(), {
-        "recall": round(float((found[0][wanted > 0] > 0).float().mean()), 3),
-        "shapes": round(float((found[0][:, shapes][wanted[:, shapes] > 0] > 0).float().mean()), 3),
-        "precision": round(float(wanted[found[0] > 0].mean()), 3)}
+    train(net, loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -193,17 +193,14 @@ class Seer(nn.Module):
             nn.init.constant_(names.bias, -5.0)  # about one label in 150 is there
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> tuple[Tensor, Tensor]:
-        return self.named(self.tower(pixel_values, grid_thw=image_grid_thw))
-
-    def named(self, seen: Any) -> tuple[Tensor, Tensor]:
-        """Of what the tower gives."""
+        seen = self.tower(pixel_values, grid_thw=image_grid_thw)
         last, deep = (seen.pooler_output, seen.deepstack_features) if hasattr(seen, "pooler_output") else seen
         return self.names(last), self.deep(deep[-1])
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 2000, print_first: int = 900, steps: int = 2300, first: int = 1400, size: int = 8,
-         lr: float = 2e-3, out: Path | None = None) -> None:
+         seeing: int = 2000, print_first: int = 900, steps: int = 1500, pairs: int = 150, shapes: int = 500,
+         size: int = 8, lr: float = 2e-3, out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
     reader = Qwen3VLReader(ours, net)
@@ -211,7 +208,7 @@ def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer
     sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
     align(seer, reader)
     net.model.visual.requires_grad_(False)  # what it has learned to see stays
-    answers(reader, net, work, steps=steps, first=first, size=size, lr=lr)
+    answers(reader, net, work, steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr)
     if out:
         save(net, ours, out)
         again = Qwen3VLForConditionalGeneration.from_pretrained(out)
