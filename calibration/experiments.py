@@ -178,16 +178,15 @@ def predicted(name: str, plans: int = 44, prompts: int = 48, held: int = 24, fit
             row["fitted_kl"] = measure(it.model, fitted, test, known).figures()["mean_kl"]
         rows.append(row)
     table = Table("score", "own projections", "fitted", title=f"{name}: Spearman with measured KL, {len(rows)} plans")
+    tested = {kl: [row for row in rows if kl in row] for kl in ("own_kl", "fitted_kl")}
     rank = {}
     for score in "joint", "diagonal", "depth":
-        rank[score] = [float(spearmanr([row[score] for row in rows if kl in row],
-                                       [row[kl] for row in rows if kl in row]).statistic)
-                       for kl in ("own_kl", "fitted_kl")]
+        rank[score] = [float(spearmanr([row[score] for row in some], [row[kl] for row in some]).statistic)
+                       for kl, some in tested.items()]
         table.add_row(score, *(f"{one:.3f}" for one in rank[score]))
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for kl, mark in ("own_kl", "o"), ("fitted_kl", "^"):
-        some = [row for row in rows if kl in row]
+    for (kl, some), mark in zip(tested.items(), "o^"):
         axes.loglog([max(row["joint"], 1e-9) for row in some], [max(row[kl], 1e-9) for row in some], mark,
                     label=kl.replace("_kl", " projections"), alpha=0.7)
     axes.set(xlabel="predicted by gates, jointly (nats)", ylabel="measured KL of the first token (nats)", title=name)

@@ -21,6 +21,9 @@ from popvlm.quality import placed
 
 Forward = Callable[..., Any]
 
+SUPPORTED = int(transformers.__version__.split(".")[0]) >= 5
+"""Whether what is here and in dart.py works: Gemma-3's layers in transformers 4 return tuples, other families' not."""
+
 
 @contextmanager
 def removed(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
@@ -108,7 +111,7 @@ def without_kv(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
 def _instead(model: Any, layers: Iterable[int], instead: Callable[[int, Forward, Tensor, dict[str, Any]], Any]
              ) -> Iterator[None]:
     """Runs `instead(index, forward, hidden, kwargs)` for the forward of each of the layers."""
-    if int(transformers.__version__.split(".")[0]) < 5:  # whose Gemma-3 layers return tuples, others not
+    if not SUPPORTED:
         raise RuntimeError(f"the baselines need transformers 5, and this is {transformers.__version__}; upgrade it")
     stack = family_of(model).text_model(model).layers
     chosen = list(layers)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ class Makers:
         if name in ("pop", "pop-fitted", "visual", "visual-fitted"):
             bare = plan if name.startswith("pop") else PruningPlan(self.layers, visual=plan.visual, source=plan.source)
             return _planned(called, self._fitted(called, bare) if name.endswith("fitted") else bare, BASELINES[name])
-        if int(version("transformers").split(".")[0]) < 5:  # those of baselines.py and dart.py
+        if not baselines.SUPPORTED:
             raise SettingError(f"the baseline {name} needs transformers 5; upgrade it, or leave {name} out")
         put: Callable[[Any], AbstractContextManager[Any]]
         if name == "dart":

@@ -113,13 +113,24 @@ class _Search:
     state: str | os.PathLike[str] | None
     say: Callable[[Trial], None]
     track: Track
-    expected: int
+    budget: Budget
     trials: list[Trial]
 
     @property
     def depth(self) -> int:
         depth: int = self.model.config.get_text_config().num_hidden_layers
         return depth
+
+    @property
+    def expected(self) -> int:
+        """About how many plans will be measured."""
+        if self.budget.speedup is not None:
+            suffixes = WIDTH + len(self.tails)
+        elif self.budget.ratio is not None:
+            suffixes = 1
+        else:  # by halves
+            suffixes = self.depth.bit_length() * (bool(self.visual) + len(self.tails))
+        return suffixes + (self.profile is not None)
 
     def after(self, first: int) -> Layers:
         """The layers from `first` on."""
@@ -194,15 +205,11 @@ def choose(model: nn.Module, samples: Sequence[Mapping[str, Any]], budget: Budge
     if profile is not None:
         profile.check(fingerprint(model))
     held, fitting = (Part(samples, [index for index in range(len(samples))
-                                     if (index % HELD_OUT == HELD_OUT - 1) is which]) for which in (True, False))
+                                    if (index % HELD_OUT == HELD_OUT - 1) is which]) for which in (True, False))
     visual, text = mean_lengths(model, held)
     known = references(model, held, answer_tokens=answer_tokens,
                        progress=lambda loop: track(loop, "answering in full"))
-    config: Any = model.config
-    steps = config.get_text_config().num_hidden_layers.bit_length()  # of a search by halves
-    expected = (WIDTH + len(tails) if budget.speedup else 1 if budget.ratio else
-                steps * (bool(visual) + len(tails))) + (profile is not None)
-    search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, expected, [])
+    search = _Search(model, fitting, held, known, visual, text, kv, tails, profile, state, say, track, budget, [])
     if budget.speedup is not None:
         return _fastest_enough(search, budget.speedup)
     if budget.ratio is not None:

@@ -9,7 +9,6 @@ decoder's own word embeddings; then both, and the LoRA, learn to answer through 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,17 @@ class Seer(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> list[Tensor]:
         soft = self.projector(self.tower(pixel_values).last_hidden_state).flatten(0, 1)
-        return [soft @ self.words.T * (6 / self.norm) + self.bias]
+        return [soft @ self.head + self.bias]
+
+    @property
+    def head(self) -> Tensor:
+        """What soft tokens are multiplied with to name what is in them."""
+        return self.words.T * (6 / self.norm)
 
 
 @torch.no_grad()
-def align(seer: Seer, reader: GemmaReader, length: float = 0.5) -> None:
-    """Makes a visual token the sum of the decoder's embeddings of what is in its cell, each of `length` words' length.
+def align(seer: Seer, reader: GemmaReader) -> None:
+    """Makes a visual token the sum of the decoder's embeddings of what is in its cell, each half as long as a word.
 
     As tower and projector learned to name them, colours are many times as long as shapes, which no head could then look
     for. All of it is linear, and goes into the projector's matrix.
@@ -105,14 +109,12 @@ def align(seer: Seer, reader: GemmaReader, length: float = 0.5) -> None:
     hook = projector.mm_soft_emb_norm.register_forward_hook(lambda module, args, out: inputs.append(out.flatten(0, 1)))
     ((gain, absent),) = told(reader, seer)
     hook.remove()
-    # The matrix has no bias: a direction of its input that is 1 everywhere serves as one.
+    # The matrix has no bias: a direction of its input that is 1 everywhere (0.998 +- 0.041) serves as one.
     states = torch.cat(inputs)
     one = torch.linalg.lstsq(states, torch.ones(len(states), 1)).solution
-    print(f"a constant from the projector's input: {(states @ one).mean():.3f} +- {(states @ one).std():.3f}")
     matrix = projector.mm_input_projection_weight
-    logits = matrix @ seer.words.T * (6 / seer.norm)
-    written = gain[:, None] * seer.said * seer.norm * length
-    matrix.copy_(logits @ written + one * ((seer.bias - absent) @ written))
+    written = gain[:, None] * seer.said * (seer.norm / 2)
+    matrix.copy_(matrix @ seer.head @ written + one * ((seer.bias - absent) @ written))
 
 
 def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 500, pairs: int = 60, shapes: int = 250,
@@ -142,8 +144,7 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 50
         save_file(trained(net), out)
         again = Gemma3ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
         embedded.merge(again, load_file(out))
-        scores = figures(GemmaReader(ours, again.bfloat16().float().eval()), {1: 100})  # as the package has it
-        (work / "accuracy.json").write_text(json.dumps(scores, indent=1))
+        figures(GemmaReader(ours, again.bfloat16().float().eval()), {1: 100}, work)  # as the package has it
 
 
 def trained(net: Any) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int,
         _, examples = batch(step, size, SIGHT_MIX if step < first else SHAPES_MIX, reader.square)
         inputs = reader.see(examples)
         found = seer(**inputs)
-        wanted = torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(inputs))])
+        wanted = labels(reader, examples, inputs)
         losses = [F.binary_cross_entropy_with_logits(names, wanted, reduction="sum") for names in found]
         seen, there = found[0] > 0, wanted > 0
         return torch.stack(losses).mean() / wanted.sum(), {
@@ -56,22 +57,27 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int,
     train(seer, loss_of, steps=steps, lr=lr, folder=work, name="sight", warmup=30)
 
 
+def labels(reader: Reader, examples: list[Example], seen: dict[str, Tensor]) -> Tensor:
+    """What is in the cells of all images, one after the other, `[cells, labels]`."""
+    return torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(seen))])
+
+
 @torch.no_grad()
-def told(reader: Reader, seer: nn.Module, count: int = 640) -> list[tuple[Tensor, Tensor]]:
+def told(reader: Reader, seer: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """How `seer` tells a label that is in a cell from one that is not, for each of its outputs.
 
     Returns:
         Of each label one over the distance of its mean logits, where it is and where it is not, `[labels]`, 0 where the
         tower does not see it or it was not there; and the latter of the two.
     """
-    labels: list[Tensor] = []
+    wanted: list[Tensor] = []
     logits: list[list[Tensor]] = []
-    for start in range(0, count, 32):
+    for start in range(0, 640, 32):
         examples = [draw(index, 1, SIGHT_MIX, reader.square) for index in range(start, start + 32)]
         seen = reader.see(examples)
-        labels += [cells(one, *grid) for one, grid in zip(examples, reader.grids(seen))]
+        wanted.append(labels(reader, examples, seen))
         logits.append(list(seer(**seen)))
-    there = torch.cat(labels) > 0
+    there = torch.cat(wanted) > 0
     found = []
     for output in map(torch.cat, zip(*logits)):
         absent = torch.where(there, 0, output).sum(0) / (~there).sum(0)
@@ -132,11 +138,14 @@ def correct(reader: Reader, pairs: list[tuple[Example, list[Question]]], batch: 
     return hits
 
 
-def figures(reader: Reader, scales: dict[float, int]) -> dict[str, float]:
-    """Accuracy on the whole easy-VQA test split and on scenes of the split "test", by question kind and image size.
+def figures(reader: Reader, scales: dict[float, int], work: Path) -> None:
+    """Writes the accuracy on the whole easy-VQA test split and on scenes of the split "test", by question kind and by
+    image size.
 
     Args:
+        reader: of the model.
         scales: how many scenes of each kind at each scale (1 gives 64 to 72 visual tokens, 4 about 1,024).
+        work: the folder for `accuracy.json`.
     """
     hits = {"easy-VQA test": [hit for row in correct(reader, [(one, one.questions) for one in easy("test")]).values()
                               for hit in row]}
@@ -148,5 +157,6 @@ def figures(reader: Reader, scales: dict[float, int]) -> dict[str, float]:
             hits.setdefault(f"scenes, scale {scale:g}", []).extend(hit for row in found.values() for hit in row)
             if scale == 1:
                 hits |= found
-    return {name: round(sum(row) / len(row), 4) for name, row in hits.items()}
+    scores = {name: round(sum(row) / len(row), 4) for name, row in hits.items()}
+    (work / "accuracy.json").write_text(json.dumps(scores, indent=1))
 

@@ -212,8 +212,7 @@ def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer
     if out:
         save(net, ours, out)
         again = Qwen3VLForConditionalGeneration.from_pretrained(out)
-        scores = figures(Qwen3VLReader(ours, again), {1: 100, 2: 25, 4: 4})
-        (work / "accuracy.json").write_text(json.dumps(scores, indent=1))
+        figures(Qwen3VLReader(ours, again), {1: 100, 2: 25, 4: 4}, work)
 
 
 def save(net: Qwen3VLForConditionalGeneration, ours: Qwen3VLProcessor, out: Path) -> None:
