@@ -42,11 +42,12 @@ CELL = 32
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its one right answer, and what it asks for (`shapes/nearest`, say)."""
+    """A question, its one right answer, and what it asks for (`shapes/nearest`, say). `bare`: no chat around it."""
 
     kind: str
     text: str
     answer: str
+    bare: bool = False
 
 
 @dataclass

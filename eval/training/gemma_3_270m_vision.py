@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from data import Example
 from packing import IGNORED, Packed, pack
 from peft import LoraConfig, inject_adapter_in_model
-from recipe import answers, figures, sees, told
+from recipe import answers, figures, placed, sees, told
 from safetensors.torch import load_file, save_file
 from scenes import LABELS, Question
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from popvlm import embedded
 OURS = embedded.HERE / "gemma-3-270m-vision"
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
                                                       "down_proj"])
+
+WAYS = "left", "right", "top", "bottom"
 
 
 class GemmaReader:
@@ -54,7 +56,8 @@ class GemmaReader:
         return [(8, 8)] * len(seen["pixel_values"])
 
     def read(self, examples: list[Example], questions: list[list[Question]]) -> tuple[Packed, dict[str, Any]]:
-        branches = [[(self.ids(one.text + self.after), self.ids(one.answer + "<end_of_turn>")) for one in asked]
+        branches = [[(self.ids(f" {one.text}" if one.bare else one.text + self.after),
+                      self.ids(one.answer + "<end_of_turn>")) for one in asked]
                     for asked in questions]
         packed = pack([self.prefix] * len(examples), branches, self.tokenizer.pad_token_id)
         image = packed.tokens == self.net.config.image_token_id
@@ -99,25 +102,26 @@ class Seer(nn.Module):
 
 @torch.no_grad()
 def align(seer: Seer, reader: GemmaReader) -> None:
-    """Makes a visual token the sum of the decoder's embeddings of what is in its cell, each half as long as a word.
+    """Makes a visual token the sum of the decoder's embeddings of what is in its cell and of where it is (from "left"
+    to "right", from "top" to "bottom"), each half as long as a word.
 
     As tower and projector learned to name them, colours are many times as long as shapes, which no head could then look
     for. All of it is linear, and goes into the projector's matrix.
     """
     projector = seer.projector
-    inputs: list[Tensor] = []
-    hook = projector.mm_soft_emb_norm.register_forward_hook(lambda module, args, out: inputs.append(out.flatten(0, 1)))
     ((gain, absent),) = told(reader, seer)
-    hook.remove()
-    # The matrix has no bias: a direction of its input that is 1 everywhere (0.998 +- 0.041) serves as one.
-    states = torch.cat(inputs)
-    one = torch.linalg.lstsq(states, torch.ones(len(states), 1)).solution
+    # The matrix has no bias: a direction of its input that is 1 everywhere serves as one.
+    place, one = placed(reader, seer, [projector.mm_soft_emb_norm])[0].split([2, 1], dim=1)
+    embed = reader.net.get_input_embeddings()
+    left, right, top, bottom = embed(torch.tensor([reader.ids(f" {word}")[0] for word in WAYS]))
+    ways = F.normalize(torch.stack([right - left, bottom - top]), dim=-1)
     matrix = projector.mm_input_projection_weight
-    written = gain[:, None] * seer.said * (seer.norm / 2)
-    matrix.copy_(matrix @ seer.head @ written + one * ((seer.bias - absent) @ written))
+    written = gain[:, None] * seer.said
+    matrix.copy_((matrix @ seer.head @ written + one * ((seer.bias - absent) @ written) + place @ ways)
+                 * (seer.norm / 2))
 
 
-def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 500, pairs: int = 60, shapes: int = 250,
+def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 400, pairs: int = 80, shapes: int = 200,
          size: int = 4, lr: float = 1e-3, every: int = 200, out: Path | None = None) -> None:
     base = work / "base"
     if not base.exists():
@@ -139,7 +143,7 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 50
     net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)
-    answers(reader, net, work, steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr, every=every)
+    answers(reader, net, work, "answers", steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr, every=every)
     if out:
         save_file(trained(net), out)
         again = Gemma3ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""The two stages that both small models go through: the tower learns to see, then the whole learns to answer."""
+"""The stages that both small models go through: the decoder learns to answer from what a faultless tower would tell it,
+the tower learns to see, then the decoder learns to answer from what this tower tells it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from packing import IGNORED, Packed, right
 from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
 from torch import Tensor, nn
 
-QUESTIONS = 8
-"""Questions an image in training."""
+QUESTIONS = 4
+"""Questions an image in training, and up to twice as many bare ones."""
 
 
 class Reader(Protocol):
@@ -24,7 +25,7 @@ class Reader(Protocol):
     square: bool
 
     def see(self, examples: list[Example]) -> dict[str, Tensor]:
-        """What the vision tower takes."""
+        """What the vision tower takes: pixels, or while `imagining` the labels of cells."""
 
     def grids(self, seen: dict[str, Tensor]) -> list[tuple[int, int]]:
         """Rows and columns of each image's visual tokens."""
@@ -62,6 +63,45 @@ def labels(reader: Reader, examples: list[Example], seen: dict[str, Tensor]) -> 
     return torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(seen))])
 
 
+def imagined(cells: Tensor, places: Tensor) -> Tensor:
+    """What a tower that was aligned tells of cells with these labels `[cells, labels]` at these places `[cells, 2]`: it
+    overlooks some labels, and no number is exact. `[cells, labels + 2]`."""
+    seen = cells * (torch.rand_like(cells) > 0.03) + torch.randn_like(cells) * 0.12
+    return torch.cat([seen, places + torch.randn_like(places) * 0.05], dim=1)
+
+
+def places(grids: list[tuple[int, int]]) -> Tensor:
+    """Where each cell of all images is, from -0.5, left or top, to 0.5, `[cells, 2]`: what is ordered needs no more
+    than a look along it, and the decoder's rotary embeddings tell of distances only."""
+    found = []
+    for rows, columns in grids:
+        down, across = ((torch.arange(count) + 0.5) / count - 0.5 for count in (rows, columns))
+        found.append(torch.cartesian_prod(down, across).flip(1))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def placed(reader: Reader, seer: nn.Module, modules: list[nn.Module]) -> list[Tensor]:
+    """The matrices `[outputs, 3]` that tell a cell's two coordinates and a 1 from what comes out of each of the
+    modules, by least squares."""
+    states: dict[nn.Module, list[Tensor]] = {module: [] for module in modules}
+    wanted: list[Tensor] = []
+    hooks = [module.register_forward_hook(lambda module, args, out: states[module].append(out.flatten(0, -2)))
+             for module in modules]
+    for start in range(0, 320, 32):
+        seen = reader.see([draw(index, 1, SIGHT_MIX, reader.square) for index in range(start, start + 32)])
+        wanted.append(places(reader.grids(seen)))
+        seer(**seen)
+    for hook in hooks:
+        hook.remove()
+    truth = F.pad(torch.cat(wanted), (0, 1), value=1.0)
+    found = [torch.linalg.lstsq(torch.cat(each), truth).solution for each in states.values()]
+    for each, matrix in zip(states.values(), found):
+        off = (torch.cat(each) @ matrix - truth).square().mean(0).sqrt()
+        print("cells' places and a 1 are told with errors of", *(f"{float(one):.3f}" for one in off))
+    return found
+
+
 @torch.no_grad()
 def told(reader: Reader, seer: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """How `seer` tells a label that is in a cell from one that is not, for each of its outputs.
@@ -86,14 +126,15 @@ def told(reader: Reader, seer: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, pairs: int, shapes: int, size: int, lr: float,
-            every: int = 200) -> None:
+def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: int, pairs: int, shapes: int, size: int,
+            lr: float, every: int = 200) -> None:
     """Trains `net` on the answers, and checks it on held-out images.
 
     Args:
         reader: of the model.
         net: the model; what of it requires gradients is trained.
         work: where checkpoints and the log go.
+        stage: its name in `work`.
         steps: in all; until step `pairs` mostly on two shapes, until step `shapes` on more, then on all kinds of image.
         size: images in a step.
         lr: the learning rate.
@@ -107,12 +148,18 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, pairs: in
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
         mix = PAIRS_FIRST if step < pairs else SHAPES_FIRST if step < shapes else MIX
+        torch.manual_seed(step)  # of what is imagined
         numbers, examples = batch(step, size, mix, reader.square)
-        packed, inputs = reader.read(examples, [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)])
+        questions = [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)]
+        packed, inputs = reader.read(examples, questions)
         logits = reader.logits(packed, inputs)
-        hits = [hit for row in right(packed, logits.argmax(-1)) for hit in row]
         loss = F.cross_entropy(logits, packed.targets[packed.targets != IGNORED])
-        return loss, {"right": round(sum(hits) / len(hits), 3)}
+        hits: dict[bool, list[bool]] = {False: [], True: []}
+        for row, asked in zip(right(packed, logits.argmax(-1)), questions):
+            for hit, question in zip(row, asked):
+                hits[question.bare].append(hit)
+        return loss, {"right": round(sum(hits[False]) / len(hits[False]), 3),
+                      "bare": round(sum(hits[True]) / max(1, len(hits[True])), 3)}
 
     def check() -> dict[str, Any]:
         scores: dict[str, Any] = {}
@@ -122,7 +169,7 @@ def answers(reader: Reader, net: nn.Module, work: Path, *, steps: int, pairs: in
             scores |= {kind: round(sum(row) / len(row), 3) for kind, row in sorted(hits.items())}
         return {"held": scores}
 
-    train(net, loss_of, steps=steps, lr=lr, folder=work, name="answers", warmup=40, check=check, every=every)
+    train(net, loss_of, steps=steps, lr=lr, folder=work, name=stage, warmup=40, check=check, every=every)
 
 
 @torch.no_grad()

