@@ -19,7 +19,7 @@ import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import Example
+from data import Example, telling
 from packing import IGNORED, Packed, pack
 from peft import LoraConfig, inject_adapter_in_model
 from recipe import answers, figures, placed, sees, told
@@ -56,8 +56,8 @@ class GemmaReader:
         return [(8, 8)] * len(seen["pixel_values"])
 
     def read(self, examples: list[Example], questions: list[list[Question]]) -> tuple[Packed, dict[str, Any]]:
-        branches = [[(self.ids(f" {one.text}" if one.bare else one.text + self.after),
-                      self.ids(one.answer + "<end_of_turn>")) for one in asked]
+        branches = [[(self.ids(one.text), [] if one.bare else self.ids(self.after),
+                      self.ids(one.answer + "<end_of_turn>"), len(self.ids(one.text[:telling(one)]))) for one in asked]
                     for asked in questions]
         packed = pack([self.prefix] * len(examples), branches, self.tokenizer.pad_token_id)
         image = packed.tokens == self.net.config.image_token_id

@@ -9,7 +9,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from data import MIX, PAIRS_FIRST, SHAPES_FIRST, SHAPES_MIX, SIGHT_MIX, Example, batch, cells, draw, easy, sampled
+from data import (
+    MIX,
+    PAIRS_FIRST,
+    SHAPES_FIRST,
+    SHAPES_MIX,
+    SIGHT_MIX,
+    Example,
+    batch,
+    cells,
+    draw,
+    easy,
+    sampled,
+    telling,
+)
 from loop import train
 from packing import IGNORED, Packed, right
 from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
@@ -146,6 +159,12 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         examples = [scene("check", index, kind, 1, sizes) for index in range(20)]
         held[kind] = [(Example(one.image, one.questions), one.questions) for one in examples]
 
+    decoder = net.model.language_model
+    layer = decoder.layers[len(decoder.layers) * 3 // 8]
+    states: dict[nn.Module, Tensor] = {}
+    for module in layer, decoder.norm:
+        module.register_forward_hook(lambda module, args, out: states.__setitem__(module, out))
+
     def loss_of(step: int) -> tuple[Tensor, dict[str, Any]]:
         mix = PAIRS_FIRST if step < pairs else SHAPES_FIRST if step < shapes else MIX
         torch.manual_seed(step)  # of what is imagined
@@ -154,12 +173,16 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         packed, inputs = reader.read(examples, questions)
         logits = reader.logits(packed, inputs)
         loss = F.cross_entropy(logits, packed.targets[packed.targets != IGNORED])
-        hits: dict[bool, list[bool]] = {False: [], True: []}
+        early, ahead = packed.early != IGNORED, packed.ahead != IGNORED
+        known, soon = states[layer][early], states[decoder.norm][ahead]
+        loss = loss + F.cross_entropy(net.lm_head(soon), packed.ahead[ahead])
+        if len(known):
+            loss = loss + F.cross_entropy(net.lm_head(decoder.norm(known)), packed.early[early])
+        hits: dict[str, list[bool]] = {"bare": [], "lookups": [], "right": []}
         for row, asked in zip(right(packed, logits.argmax(-1)), questions):
             for hit, question in zip(row, asked):
-                hits[question.bare].append(hit)
-        return loss, {"right": round(sum(hits[False]) / len(hits[False]), 3),
-                      "bare": round(sum(hits[True]) / max(1, len(hits[True])), 3)}
+                hits["bare" if question.bare else "lookups" if telling(question) else "right"].append(hit)
+        return loss, {name: round(sum(some) / max(1, len(some)), 3) for name, some in hits.items()}
 
     def check() -> dict[str, Any]:
         scores: dict[str, Any] = {}

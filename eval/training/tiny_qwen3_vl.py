@@ -19,7 +19,7 @@ import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import Example, cells, draw
+from data import Example, cells, draw, telling
 from packing import IGNORED, Packed, pack
 from recipe import answers, figures, imagined, placed, places, sees, told
 from scenes import DAYS, GOODS, LABELS, LETTERS, NAMES, Question
@@ -140,9 +140,8 @@ class Qwen3VLReader:
         prefixes = [self.tokenizer(self.head + self.image * (int(grid.prod()) // 4) + close)["input_ids"]
                     for grid in seen["image_grid_thw"]]
         after = self.tail[self.tail.index("?") + 1:]
-        branches = [[(self.tokenizer(f" {one.text}" if one.bare else one.text + after)["input_ids"],
-                      self.tokenizer(one.answer + "<|im_end|>")["input_ids"])
-                     for one in asked] for asked in questions]
+        branches = [[(self.ids(one.text), [] if one.bare else self.ids(after), self.ids(one.answer + "<|im_end|>"),
+                      len(self.ids(one.text[:telling(one)]))) for one in asked] for asked in questions]
         packed = pack(prefixes, branches, self.tokenizer.pad_token_id)
         image = packed.tokens == self.net.config.image_token_id
         prefix = packed.branch == 0
@@ -155,6 +154,10 @@ class Qwen3VLReader:
         positions = where[None].repeat(3, 1, 1)
         positions[:, :, :types.shape[1]][:, within] = known[:, within]
         return packed, {"input_ids": packed.tokens, "attention_mask": packed.mask, "position_ids": positions, **seen}
+
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
 
     def logits(self, packed: Packed, inputs: dict[str, Tensor]) -> Tensor:
         states = self.net.model(**inputs, use_cache=False).last_hidden_state
