@@ -19,7 +19,7 @@ import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import Example, cells, draw, telling
+from data import SIGHT_MIX, Example, cells, draw, telling
 from packing import IGNORED, Packed, pack
 from recipe import answers, figures, imagined, placed, places, sees, told
 from scenes import DAYS, GOODS, LABELS, LETTERS, NAMES, Question
@@ -51,7 +51,7 @@ def tokenizer(source: Path) -> PreTrainedTokenizerFast:
     """Qwen3's tokenizer, cut to its first 2,048 merges, those that the training text uses, and its special tokens."""
     core = json.loads((source / "tokenizer.json").read_text())
     whole = Tokenizer.from_str(json.dumps(core))
-    texts = [text for index in range(3000) for question in draw(index).questions
+    texts = [text for index in range(3000) for question in draw(index, mix=SIGHT_MIX).questions
              for text in (question.text, question.text.capitalize(), question.answer, f" {question.answer}")]
     texts += [f"{before}{word}" for word in (*LABELS, *NAMES, *GOODS, *DAYS, *LETTERS) for before in ("", " ")]
     used = {token for text in set(texts) for token in whole.encode(text).tokens}
