@@ -232,14 +232,14 @@ class Seer(nn.Module):
 
 
 def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer")] = Path("tokenizer"),
-         seeing: int = 2000, print_first: int = 900, imagining: int = 800, steps: int = 600, size: int = 8,
+         seeing: int = 2000, print_first: int = 900, imagining: int = 400, steps: int = 900, size: int = 8,
          lr: float = 2e-3, out: Path | None = None) -> None:
     ours = processor(tokenizer_folder)
     net = model(ours.tokenizer.get_vocab())
     reader = Qwen3VLReader(ours, net)
     directions = worded(reader)
     tower, net.model.visual = net.model.visual, Imagined(directions)
-    answers(reader, net, work, "imagined", steps=imagining, pairs=200, shapes=400, size=size, lr=lr)
+    answers(reader, net, work, "imagined", steps=imagining, pairs=150, shapes=400, size=size, lr=lr)
     net.model.visual = tower
     seer = Seer(net)
     sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
