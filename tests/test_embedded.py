@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import popvlm
 from popvlm import embedded
 
-ANSWERS = ["yellow", "rectangle", "rectangle", "2", "black"]
+ANSWERS = ["yellow", "rectangle", "rectangle", "blue", "red triangle"]
 """To `demo_questions`, by those who drew the images."""
 
 
