@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -65,6 +66,9 @@ def demo_questions() -> list[tuple[Path, str]]:
 
 
 def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
+    if transformers.__version__.startswith("4."):
+        raise EmbeddedModelError(f"{ours.name} needs transformers 5, as 4 splits words wrongly with a tokenizer "
+                                 f"read from GGUF: pip install 'transformers>=5'")
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ours.iterdir()) if path.is_file()))
     done = cache.folder() / f"{ours.name}-{digest.hexdigest()[:12]}"
     if done.exists():
