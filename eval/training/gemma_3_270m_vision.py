@@ -19,10 +19,10 @@ import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import Example, telling
+from data import Example
 from packing import IGNORED, Packed, pack
 from peft import LoraConfig, inject_adapter_in_model
-from recipe import answers, figures, placed, sees, told
+from recipe import answers, branches, figures, placed, sees, told
 from safetensors.torch import load_file, save_file
 from scenes import LABELS, Question
 from torch import Tensor, nn
@@ -56,10 +56,8 @@ class GemmaReader:
         return [(8, 8)] * len(seen["pixel_values"])
 
     def read(self, examples: list[Example], questions: list[list[Question]]) -> tuple[Packed, dict[str, Any]]:
-        branches = [[(self.ids(one.text), [] if one.bare else self.ids(self.after),
-                      self.ids(one.answer + "<end_of_turn>"), len(self.ids(one.text[:telling(one)]))) for one in asked]
-                    for asked in questions]
-        packed = pack([self.prefix] * len(examples), branches, self.tokenizer.pad_token_id)
+        packed = pack([self.prefix] * len(examples), branches(self, questions, self.after, "<end_of_turn>"),
+                      self.tokenizer.pad_token_id)
         image = packed.tokens == self.net.config.image_token_id
         mask = packed.mask | (image[:, None, :, None] & image[:, None, None, :])  # an image's tokens see each other
         return packed, {"input_ids": packed.tokens, "position_ids": packed.offset, **self.see(examples),

@@ -24,7 +24,7 @@ from data import (
     telling,
 )
 from loop import train
-from packing import IGNORED, Packed, right
+from packing import IGNORED, Branch, Packed, right
 from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
 from torch import Tensor, nn
 
@@ -42,6 +42,9 @@ class Reader(Protocol):
 
     def grids(self, seen: dict[str, Tensor]) -> list[tuple[int, int]]:
         """Rows and columns of each image's visual tokens."""
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text, none added."""
 
     def read(self, examples: list[Example], questions: list[list[Question]]) -> tuple[Packed, dict[str, Any]]:
         """What the model takes, and how it is packed."""
@@ -74,6 +77,13 @@ def sees(reader: Reader, seer: nn.Module, work: Path, *, steps: int, first: int,
 def labels(reader: Reader, examples: list[Example], seen: dict[str, Tensor]) -> Tensor:
     """What is in the cells of all images, one after the other, `[cells, labels]`."""
     return torch.cat([cells(one, *grid) for one, grid in zip(examples, reader.grids(seen))])
+
+
+def branches(reader: Reader, questions: list[list[Question]], after: str, end: str) -> list[list[Branch]]:
+    """What `pack` takes of questions: `after` is the chat between a question and its answer, `end` ends the answer."""
+    between = reader.ids(after)
+    return [[(reader.ids(one.text), [] if one.bare else between, reader.ids(one.answer + end),
+              len(reader.ids(one.text[:telling(one)]))) for one in asked] for asked in questions]
 
 
 def imagined(cells: Tensor, places: Tensor) -> Tensor:
@@ -162,8 +172,8 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
     decoder = net.model.language_model
     layer = decoder.layers[len(decoder.layers) * 3 // 8]
     states: dict[nn.Module, Tensor] = {}
-    for module in layer, decoder.norm:
-        module.register_forward_hook(lambda module, args, out: states.__setitem__(module, out))
+    hooks = [module.register_forward_hook(lambda module, args, out: states.__setitem__(module, out))
+             for module in (layer, decoder.norm)]
 
     def among(states: Tensor, wanted: Tensor) -> Tensor:
         """Cross entropy among the step's answers: a whole vocabulary costs as much as half of Gemma's decoder."""
@@ -198,6 +208,8 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         return {"held": scores}
 
     train(net, loss_of, steps=steps, lr=lr, folder=work, name=stage, warmup=40, check=check, every=every)
+    for hook in hooks:
+        hook.remove()
 
 
 @torch.no_grad()

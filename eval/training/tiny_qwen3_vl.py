@@ -19,9 +19,9 @@ import typer
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from data import SIGHT_MIX, Example, cells, draw, telling
+from data import SIGHT_MIX, Example, cells, draw
 from packing import IGNORED, Packed, pack
-from recipe import answers, figures, imagined, placed, places, sees, told
+from recipe import answers, branches, figures, imagined, placed, places, sees, told
 from scenes import DAYS, GOODS, LABELS, LETTERS, NAMES, Question
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -137,12 +137,11 @@ class Qwen3VLReader:
     def read(self, examples: list[Example], questions: list[list[Question]]) -> tuple[Packed, dict[str, Tensor]]:
         seen = self.see(examples)
         close = self.tail[:self.tail.index("?")]
-        prefixes = [self.tokenizer(self.head + self.image * (int(grid.prod()) // 4) + close)["input_ids"]
+        prefixes = [self.ids(self.head + self.image * (int(grid.prod()) // 4) + close)
                     for grid in seen["image_grid_thw"]]
         after = self.tail[self.tail.index("?") + 1:]
-        branches = [[(self.ids(one.text), [] if one.bare else self.ids(after), self.ids(one.answer + "<|im_end|>"),
-                      len(self.ids(one.text[:telling(one)]))) for one in asked] for asked in questions]
-        packed = pack(prefixes, branches, self.tokenizer.pad_token_id)
+        packed = pack(prefixes, branches(self, questions, after, "<|im_end|>"),
+                      self.tokenizer.pad_token_id)
         image = packed.tokens == self.net.config.image_token_id
         prefix = packed.branch == 0
         types = image[:, :int(prefix.sum(1).max())].int()
@@ -176,7 +175,7 @@ def worded(reader: Qwen3VLReader) -> Tensor:
         if not label.startswith("to ") and not label.endswith("_"):
             word = label.removeprefix("_")
             for form in {word} if word.isdigit() else {word, f" {word}", word.capitalize()}:
-                embed[reader.tokenizer(form)["input_ids"][0]].mul_(0.3).add_(direction)
+                embed[reader.ids(form)[0]].mul_(0.3).add_(direction)
     return directions
 
 
@@ -239,7 +238,7 @@ def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer
     reader = Qwen3VLReader(ours, net)
     directions = worded(reader)
     tower, net.model.visual = net.model.visual, Imagined(directions)
-    answers(reader, net, work, "imagined", steps=imagining, pairs=150, shapes=400, size=size, lr=lr)
+    answers(reader, net, work, "imagined", steps=imagining, pairs=150, shapes=imagining, size=size, lr=lr)
     net.model.visual = tower
     seer = Seer(net)
     sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
