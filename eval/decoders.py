@@ -55,8 +55,13 @@ def load(name: str) -> tuple[Any, Any]:
     """The tokenizer and the model in float32, ready to generate.
 
     Raises:
-        DecoderError: it cannot be fetched, or gguf, which reads it, is not installed.
+        DecoderError: it cannot be fetched, gguf, which reads it, is not installed, or transformers misreads it.
     """
+    if name == "gemma-3-270m":
+        try:
+            embedded.splits_words_rightly()
+        except embedded.EmbeddedModelError as error:
+            raise DecoderError(str(error)) from error
     try:
         import gguf  # noqa: F401
     except ImportError as error:

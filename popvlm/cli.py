@@ -185,33 +185,41 @@ def ask(
 
 
 @app.command()
-def demo(as_json: AsJson = False) -> None:
+def demo(
+    model: Annotated[str, typer.Option("--model", "-m", help=(
+        "tiny-qwen3-vl, or gemma-3-270m-vision (with popvlm\\[gemma]), whose decoder is where the time goes."))
+    ] = "tiny-qwen3-vl",
+    as_json: AsJson = False,
+) -> None:
     """Asks a small model that comes with popvlm about images, full and pruned side by side; no network."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
     import popvlm
     from popvlm import answer, embedded
 
-    name = "tiny-qwen3-vl"
-    processor, model = answer.load(answer.find(name), device="cpu")
-    popvlm.accelerate(processor, model, plan=_known(model))
-    plan = popvlm.plan_of(model)
+    if model not in embedded.NAMES:
+        raise CommandError(f"the demo is for {' and '.join(embedded.NAMES)}; ask another model with "
+                           f"popvlm ask IMAGE \"question\" --model {model} --compare")
+    say = _say if sys.stderr.isatty() and not as_json else _ignore
+    processor, loaded = answer.load(answer.find(model, say), device="cpu")
+    popvlm.accelerate(processor, loaded, plan=_known(loaded))
+    plan = popvlm.plan_of(loaded)
     assert plan is not None
     rows = []
     console = _console()
-    table = Table(title=f"{name}: answers, and seconds to the first token", title_justify="left")
+    table = Table(title=f"{model}: answers, and seconds to the first token", title_justify="left")
     for column in "image", "question", "full answers", "pruned answers":
         table.add_column(column, overflow="fold", ratio=1)
     for column in "full", "pruned", "speed-up":
         table.add_column(column, justify="right", no_wrap=True)
     for path, question in embedded.demo_questions():
-        both = answer.compare(processor, model, [read_image(str(path))], question, max_new_tokens=32)
+        both = answer.compare(processor, loaded, [read_image(str(path))], question, max_new_tokens=32)
         rows.append({"image": path.name, "question": question} | _pair_record(*both))
         table.add_row(path.name, _cell(question), *(_cell(got.text) for got in both),
                       *(f"{got.first_token_s:.3f}" for got in both), _times(*both))
     ratio = statistics.median(row["first_token_ratio"] for row in rows)
     if as_json:
-        return _print_json({"model": name, "plan": _plan_record(plan), "questions": rows, "first_token_ratio": ratio})
+        return _print_json({"model": model, "plan": _plan_record(plan), "questions": rows, "first_token_ratio": ratio})
     same = sum(row["same_answer"] for row in rows)
     console.print(table)
     console.print(f"{same} of {len(rows)} answers are the same; the first token comes [bold]{ratio:.2f}x[/] as fast "

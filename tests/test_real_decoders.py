@@ -295,6 +295,12 @@ def test_a_decoder_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> No
         decoders.fetched(decoders.SOURCES["smollm2-135m"])
 
 
+def test_gemma_is_refused_where_its_tokenizer_is_misread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(DecoderError, match="needs transformers 5, as 4 splits words wrongly"):
+        decoders.load("gemma-3-270m")
+
+
 def test_baselines_serve_a_batch(make: Any) -> None:
     """Each sample as alone."""
     model = make("gemma3_text")

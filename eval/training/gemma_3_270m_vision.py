@@ -141,7 +141,8 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 40
     net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)
-    answers(reader, net, work, "answers", steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr, every=every)
+    answers(reader, net, work, "answers", steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr, early=6,
+            every=every)
     if out:
         save_file(trained(net), out)
         again = Gemma3ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)

