@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import align_module_device
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -183,13 +184,18 @@ def _cached(folder: Path) -> tuple[PruningPlan, str] | None:
 
 
 def identity(model: Any) -> str:
-    """16 hexadecimal digits of the model's shape and weights, of which it looks at `SAMPLED` numbers each.
+    """16 hexadecimal digits of a model's shape and weights but its head's, `SAMPLED` numbers of each.
 
-    The same whether loaded in float32 or bfloat16, on whichever devices, by whichever transformers.
+    The same whether loaded in float32 or bfloat16, on whichever devices or offloaded, by whichever transformers.
     """
     shape = asdict(replace(fingerprint(model), checkpoint=""))
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for name, weight in sorted(model.named_parameters()):
+    # A head that is tied is named of its own where it is offloaded.
+    for name in sorted({name for name, _ in model.named_parameters()} - {"lm_head.weight"}):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        with align_module_device(module):  # brings offloaded weights back meanwhile
+            weight = getattr(module, leaf)
         digest.update(f"{name}{list(weight.shape)}".encode())
         if weight.device.type != "meta" and weight.is_floating_point():
             flat = weight.detach().reshape(-1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from PIL import Image
 from test_samples import tokenizer as spelling
 from typer.testing import CliRunner
@@ -107,6 +109,15 @@ def test_the_built_in_mix_is_the_default(make, monkeypatch):
     plan, said = automatic(tokenizer(), model, budget=Budget(ratio=0.5), kv="own")
     assert plan == PruningPlan.last(LAYERS, 0.5)
     assert "calibrated now" in said
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_identity_of_an_offloaded_model(family, tmp_path):
+    model = build(family)
+    name = identity(model)
+    assert identity(cpu_offload(copy.deepcopy(model), "cpu")) == name
+    assert identity(disk_offload(model, tmp_path, "cpu")) == name
+    assert all(weight.device.type == "meta" for weight in model.parameters())
 
 
 def test_identity_tells_models_apart_and_not_their_dtype():
