@@ -93,6 +93,22 @@ def fitted_bytes(config: Any, plan: PruningPlan, itemsize: int = 2) -> int:
     return itemsize * sum(len(getattr(plan, kind)) for kind in KINDS) * (decoder.hidden_size + 1) * _kv_width(decoder)
 
 
+def moments_bytes(config: Any, plan: PruningPlan) -> int:
+    """The most bytes that the moments of a fit (`popvlm.fitting`) take, both parts, if all are gathered in one turn.
+
+    8 (D + 1)^2 for each run of layers and 8 (D + 2) 2GK for each layer, of each kind, twice. The last third of
+    Qwen3-VL-8B (12 layers, D 4,096, 2GK 2,048): 3.8 GB; solving takes up to as much again for a while. A position costs
+    2 (D + 1) (D + 1 + M 2GK) FLOPs in float64, there 0.23 GFLOP, beside the 16 of the model's own pass.
+    """
+    decoder = config.get_text_config()
+    rows, total = decoder.hidden_size + 1, 0
+    for kind in KINDS:
+        layers = getattr(plan, kind)
+        runs = sum(layer - 1 not in layers for layer in layers)
+        total += runs * rows * rows + len(layers) * (rows + 1) * _kv_width(decoder)
+    return 2 * 8 * total
+
+
 def _is_known(config: Any) -> bool:
     known: tuple[Any, ...] = models()
     return isinstance(config, tuple(model.config_class for model in known))

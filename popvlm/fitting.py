@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from popvlm import prefill, processes
 from popvlm.decoders import Family, family_of, fingerprint
-from popvlm.plan import KINDS, Fingerprint, Kind, PruningPlan, replacing
+from popvlm.plan import KINDS, Kind, PruningPlan, replacing
 from popvlm.quality import placed
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -233,22 +233,6 @@ def fit(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, Any]
                 report += lines
     source = f"{plan.source or 'given layers'}, KV fitted on {len(samples)} samples"
     return replace(plan, fitted=fitted, source=source), sorted(report)
-
-
-def moments_bytes(plan: PruningPlan, model: Fingerprint) -> int:
-    """The most bytes that a fit's moments take, both parts, if all are gathered in one turn.
-
-    8 (D + 1)^2 for each run of layers and 8 (D + 2) 2GK for each layer, of each kind, twice. The last third of
-    Qwen3-VL-8B (12 layers, D 4,096, 2GK 2,048): 3.8 GB; solving takes up to as much again for a while. A position costs
-    2 (D + 1) (D + 1 + M 2GK) FLOPs in float64, there 0.23 GFLOP, beside the 16 of the model's own pass.
-    """
-    rows, outputs = model.hidden_size + 1, 2 * model.num_key_value_heads * model.head_dim
-    total = 0
-    for kind in KINDS:
-        layers = getattr(plan, kind)
-        runs = sum(layer - 1 not in layers for layer in layers)
-        total += runs * rows * rows + len(layers) * (rows + 1) * outputs
-    return 2 * 8 * total
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import nn
 
 import popvlm
 from models import IMAGE, LAYERS, VIDEO, VISUAL, WIDTHS, build, cached, fitted_for, oracle, prompt, text_model
-from popvlm import PlanError, PruningPlan, fitting
+from popvlm import PlanError, PruningPlan, cost, fitting
 from popvlm.decoders import fingerprint
-from popvlm.fitting import FittingError, Moments, fit, moments_bytes
+from popvlm.fitting import FittingError, Moments, fit
 from popvlm.prefill import PrunedLayer
 
 WIDTH = WIDTHS["hidden_size"]
@@ -413,7 +413,7 @@ def test_the_moments_size_is_stated(make, plan):
             make("qwen3_vl"))), prompts("qwen3_vl", 1)) if each.kind == kind]
     sizes = [tensor.nbytes for group in gathered for tensor in
              vars(Moments.zeros(group.layers, WIDTH, 2 * HALF)).values() if isinstance(tensor, torch.Tensor)]
-    assert moments_bytes(plan, fingerprint(make("qwen3_vl"))) == 2 * sum(sizes)
+    assert cost.moments_bytes(make("qwen3_vl").config, plan) == 2 * sum(sizes)
 
 
 # Models as they come
