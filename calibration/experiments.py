@@ -1,10 +1,11 @@
-"""Five experiments on calibration, one command each; results as JSON and a plot in calibration/results.
+"""Six experiments on calibration, one command each; results as JSON and a plot in calibration/results.
 
     python calibration/experiments.py predicted tiny-qwen3-vl     # what gates predict against what plans cost
     python calibration/experiments.py frontier tiny-qwen3-vl      # speed-up against divergence, agreement and accuracy
     python calibration/experiments.py travel tiny-qwen3-vl        # fitted on one kind of prompt, tested on the others
     python calibration/experiments.py enough tiny-qwen3-vl        # how many prompts a fit and a profile need
     python calibration/experiments.py expense tiny-qwen3-vl       # time and memory of calibrating beside a plain pass
+    python calibration/experiments.py smaller tiny-qwen3-vl       # fits of less memory: scale and shift, low rank
 
 Models: the embedded VLMs (tiny-qwen3-vl, gemma-3-270m-vision), and the real decoders (smollm2-135m, gemma-3-270m) of
 eval/real_decoders.py.
@@ -17,6 +18,7 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +31,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from safetensors import safe_open
 from scipy.stats import spearmanr
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "eval" / "training")]
 
-from popvlm import PruningPlan, cost, prefill
+from popvlm import PruningPlan, cost, fitting, prefill
 from popvlm.decoders import family_of
 from popvlm.fitting import fit
 from popvlm.importance import TENSORS, ImportanceProfile, plot, profile
@@ -359,6 +362,72 @@ def expense(name: str, prompts: int = 24, part: str = "") -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"expense_{name}.json").write_text(json.dumps({"prompts": prompts, "rows": rows}, indent=1))
     Console().print(table)
+
+
+@app.command()
+def smaller(name: str, prompts: int = 48, held: int = 24, ratio: float = 1 / 3, ranks: str = "8,32,128") -> None:
+    """6. What fits of less memory would do: the layer's own projections with their outputs scaled and shifted, or with
+    a correction of low rank, each the best for the same moments."""
+    it = subject(name)
+    own, test = own_mix(it, "train", prompts), own_mix(it, "test", held)
+    known = references(it.model, test)
+    plan = PruningPlan.last(it.depth, ratio)
+    layers = family_of(it.model).text_model(it.model).layers
+    with tempfile.TemporaryDirectory() as folder:
+        whole, _ = fit(it.model, plan, own, state=folder)
+        assert whole.fitted is not None
+        made: dict[str, dict[str, torch.Tensor]] = {}
+        sizes: dict[str, int] = {}
+        for path in Path(folder).glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                run = json.loads(file.metadata()["layers"])
+                xtx, xty = (file.get_tensor(f"fit.{part}") + file.get_tensor(f"held.{part}") for part in ("xtx", "xty"))
+            kind = path.name.split(".")[0]
+            for layer, targets in zip(run, xty.chunk(len(run), dim=1)):
+                weight, bias = whole.fitted[f"{kind}.{layer}.weight"], whole.fitted[f"{kind}.{layer}.bias"]
+                full = torch.cat([weight.T, bias[None]]).double()
+                mine = fitting._own(layers[layer], it.model.dtype, xtx)
+                for label, (projection, numbers) in lighter(mine, full, xtx, targets, ranks).items():
+                    made.setdefault(label, {}).update({
+                        f"{kind}.{layer}.weight": projection[:-1].T.to(weight.dtype).contiguous(),
+                        f"{kind}.{layer}.bias": projection[-1].to(weight.dtype)})
+                    sizes[label] = sizes.get(label, 0) + numbers
+    plans = {"own": plan} | {label: replace(whole, fitted=tensors) for label, tensors in made.items()}
+    rows = {label: {"numbers": sizes.get(label, 0)} | measure(it.model, one, test, known).figures()
+            for label, one in track(plans.items(), "kinds of fit")}
+    table = Table("keys and values", "numbers kept", "KL", "first token agrees", "answer agrees",
+                  title=f"{name}: the last {ratio:.0%} of layers, {prompts} prompts")
+    for label, row in rows.items():
+        table.add_row(label, f"{row['numbers']:,}", f"{row['mean_kl']:.4f}", f"{row['agreement']:.3f}",
+                      f"{row['answer_agreement']:.3f}")
+    keep("smaller", it, {"prompts": prompts, "held": held, "ratio": ratio, "rows": rows}, None, table)
+
+
+def lighter(own: torch.Tensor, full: torch.Tensor, xtx: torch.Tensor, xty: torch.Tensor, ranks: str
+            ) -> dict[str, tuple[torch.Tensor, int]]:
+    """Projections `[D + 1, 2GK]` of a layer, and how many numbers each takes beside the layer's own.
+
+    Args:
+        own: the layer's.
+        full: the fitted ones.
+        xtx, xty: the moments that those were fitted from.
+        ranks: of corrections, commas between; the best for the squared error of `full`.
+    """
+    count, mean = xtx[-1, -1], xtx[-1] @ own
+    square, cross = (own * (xtx @ own)).sum(0), (own * xty).sum(0)
+    scale = (cross - mean * xty[-1] / count) / (square - mean.square() / count)
+    scaled = own * scale
+    scaled[-1] += (xty[-1] - scale * mean) / count
+    made = {"own, scaled and shifted": (scaled, 2 * own.shape[1])}
+    correction = full - own
+    values, vectors = torch.linalg.eigh(xtx)
+    root = values.clamp_min(0).sqrt()[:, None] * vectors.T
+    directions = torch.linalg.svd(root @ correction, full_matrices=False).Vh
+    for rank in map(int, ranks.split(",")):
+        if rank < min(own.shape):
+            best = directions[:rank]
+            made[f"own, corrected with rank {rank}"] = (own + correction @ best.T @ best, rank * sum(own.shape))
+    return made | {"fitted": (full, full.numel())}
 
 
 def told(what: str) -> Callable[[range], Iterable[int]]:
