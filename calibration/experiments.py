@@ -212,7 +212,8 @@ def varied(it: Subject, count: int) -> list[PruningPlan]:
 
 
 @app.command()
-def frontier(name: str, prompts: int = 96, held: int = 96, tails: str = "1,16,64,128", gates: bool = False) -> None:
+def frontier(name: str, prompts: int = 96, held: int = 96, tails: str = "1,16,64,128",
+             ratios: str = "0.2,0.25,0.3333,0.4,0.5,0.6,0.75") -> None:
     """2. Speed-up against divergence, agreement and accuracy: own and fitted, all positions and visual only."""
     it = subject(name)
     own, test = own_mix(it, "train", prompts), own_mix(it, "test", held)
@@ -220,7 +221,7 @@ def frontier(name: str, prompts: int = 96, held: int = 96, tails: str = "1,16,64
     right = it.answers("test", held) if it.answers else None
     lengths = mean_lengths(it.model, test)
     rows = [{"setting": "full", "accuracy": correct(it.model, None, test, right) if right else None}]
-    for ratio in (0.2, 0.25, 1 / 3, 0.4, 0.5, 0.6, 0.75):
+    for ratio in map(float, ratios.split(",")):
         last = PruningPlan.last(it.depth, ratio)
         settings = {"all": last} | ({"visual only": PruningPlan(it.depth, visual=last.visual)} if right else {})
         for which, plan in settings.items():
