@@ -119,7 +119,7 @@ def align(seer: Seer, reader: GemmaReader) -> None:
                  * (seer.norm / 2))
 
 
-def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 400, pairs: int = 80, shapes: int = 200,
+def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 600, pairs: int = 80, shapes: int = 200,
          size: int = 4, lr: float = 1e-3, every: int = 200, out: Path | None = None) -> None:
     base = work / "base"
     if not base.exists():
@@ -141,8 +141,8 @@ def main(work: Path, seeing: int = 1500, print_first: int = 700, steps: int = 40
     net.model.vision_tower.requires_grad_(False)  # what it has learned to see stays
     torch.manual_seed(0)
     inject_adapter_in_model(LORA, net.model.language_model)
-    answers(reader, net, work, "answers", steps=steps, pairs=pairs, shapes=shapes, size=size, lr=lr, early=6,
-            every=every)
+    answers(reader, net, work, "answers", steps=steps, pairs=pairs, shapes=shapes, size=size, questions=6, lr=lr,
+            early=6, every=every)
     if out:
         save_file(trained(net), out)
         again = Gemma3ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)

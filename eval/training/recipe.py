@@ -28,9 +28,6 @@ from packing import IGNORED, Branch, Packed, right
 from scenes import KINDS, LABELS, SHAPES, SIZES, SQUARE, Question, scene
 from torch import Tensor, nn
 
-QUESTIONS = 12
-"""Questions an image in training, and up to half as many bare ones."""
-
 
 class Reader(Protocol):
     """How a model reads examples: many questions about an image in one sequence. `square`: it makes images square."""
@@ -150,7 +147,7 @@ def told(reader: Reader, seer: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: int, pairs: int, shapes: int, size: int,
-            lr: float, early: int, every: int = 200) -> None:
+            questions: int, lr: float, early: int, every: int = 200) -> None:
     """Trains `net` on the answers, and checks it on held-out images.
 
     Args:
@@ -160,6 +157,7 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         stage: its name in `work`.
         steps: in all; until step `pairs` mostly on two shapes, until step `shapes` on more, then on all kinds of image.
         size: images in a step.
+        questions: asked of an image, and up to half as many bare ones.
         lr: the learning rate.
         early: the decoder layer behind which a naming word is to know its answer. The question's end takes about three
             layers more to fetch it: a model of which this is asked early leaves its deeper layers idle.
@@ -186,8 +184,8 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         mix = PAIRS_FIRST if step < pairs else SHAPES_FIRST if step < shapes else MIX
         torch.manual_seed(step)  # of what is imagined
         numbers, examples = batch(step, size, mix, reader.square)
-        questions = [sampled(one, n, QUESTIONS) for one, n in zip(examples, numbers)]
-        packed, inputs = reader.read(examples, questions)
+        chosen = [sampled(one, n, questions) for one, n in zip(examples, numbers)]
+        packed, inputs = reader.read(examples, chosen)
         logits = reader.logits(packed, inputs)
         loss = F.cross_entropy(logits, packed.targets[packed.targets != IGNORED])
         early, ahead = packed.early != IGNORED, packed.ahead != IGNORED
@@ -196,7 +194,7 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         if len(known):
             loss = loss + among(decoder.norm(known), packed.early[early])
         hits: dict[str, list[bool]] = {"bare": [], "lookups": [], "right": []}
-        for row, asked in zip(right(packed, logits.argmax(-1)), questions):
+        for row, asked in zip(right(packed, logits.argmax(-1)), chosen):
             for hit, question in zip(row, asked):
                 hits["bare" if question.bare else "lookups" if telling(question) else "right"].append(hit)
         return loss, {name: round(sum(some) / max(1, len(some)), 3) for name, some in hits.items()}

@@ -242,14 +242,15 @@ def main(work: Path, tokenizer_folder: Annotated[Path, typer.Option("--tokenizer
     reader = Qwen3VLReader(ours, net)
     directions = worded(reader)
     tower, net.model.visual = net.model.visual, Imagined(directions)
-    answers(reader, net, work, "imagined", steps=imagining, pairs=150, shapes=imagining, size=size, lr=lr,
-            early=EARLY)
+    answers(reader, net, work, "imagined", steps=imagining, pairs=150, shapes=imagining, size=size, questions=12,
+            lr=lr, early=EARLY)
     net.model.visual = tower
     seer = Seer(net)
     sees(reader, seer, work, steps=seeing, first=print_first, size=16, lr=lr)
     align(seer, reader, directions)
     tower.requires_grad_(False)  # what it has learned to see stays
-    answers(reader, net, work, "answers", steps=steps, pairs=0, shapes=0, size=size, lr=lr, early=EARLY)
+    answers(reader, net, work, "answers", steps=steps, pairs=0, shapes=0, size=size, questions=12, lr=lr,
+            early=EARLY)
     if out:
         save(net, ours, out)
         again = Qwen3VLForConditionalGeneration.from_pretrained(out)
