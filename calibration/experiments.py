@@ -31,7 +31,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from safetensors import safe_open
 from scipy.stats import spearmanr
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "eval" / "training")]
 
 from popvlm import PruningPlan, cost, fitting, prefill
 from popvlm.decoders import family_of
-from popvlm.fitting import fit
+from popvlm.fitting import Moments, fit
 from popvlm.importance import TENSORS, ImportanceProfile, plot, profile
 from popvlm.quality import continued, measure, placed, references
 from popvlm.samples import BuiltinMix, Prepared
@@ -374,24 +373,23 @@ def smaller(name: str, prompts: int = 48, held: int = 24, ratio: float = 1 / 3, 
     known = references(it.model, test)
     plan = PruningPlan.last(it.depth, ratio)
     layers = family_of(it.model).text_model(it.model).layers
+    wanted = [int(rank) for rank in ranks.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         whole, _ = fit(it.model, plan, own, state=folder)
         assert whole.fitted is not None
         made: dict[str, dict[str, torch.Tensor]] = {}
         sizes: dict[str, int] = {}
         for path in Path(folder).glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                run = json.loads(file.metadata()["layers"])
-                xtx, xty = (file.get_tensor(f"fit.{part}") + file.get_tensor(f"held.{part}") for part in ("xtx", "xty"))
+            fitted_on, held_out, _ = fitting.kept_moments(path)
+            moments = fitted_on + held_out
             kind = path.name.split(".")[0]
-            for layer, targets in zip(run, xty.chunk(len(run), dim=1)):
-                weight, bias = whole.fitted[f"{kind}.{layer}.weight"], whole.fitted[f"{kind}.{layer}.bias"]
-                full = torch.cat([weight.T, bias[None]]).double()
-                mine = fitting._own(layers[layer], it.model.dtype, xtx)
-                for label, (projection, numbers) in lighter(mine, full, xtx, targets, ranks).items():
-                    made.setdefault(label, {}).update({
-                        f"{kind}.{layer}.weight": projection[:-1].T.to(weight.dtype).contiguous(),
-                        f"{kind}.{layer}.bias": projection[-1].to(weight.dtype)})
+            for layer in moments.layers:
+                weight, bias = f"{kind}.{layer}.weight", f"{kind}.{layer}.bias"
+                full = torch.cat([whole.fitted[weight].T, whole.fitted[bias][None]]).double()
+                mine = fitting._own(layers[layer], it.model.dtype, moments.xtx)
+                for label, (projection, numbers) in lighter(mine, full, moments.only([layer]), wanted).items():
+                    rounded = projection.to(whole.fitted[bias].dtype)
+                    made.setdefault(label, {}).update({weight: rounded[:-1].T.contiguous(), bias: rounded[-1]})
                     sizes[label] = sizes.get(label, 0) + numbers
     plans = {"own": plan} | {label: replace(whole, fitted=tensors) for label, tensors in made.items()}
     rows = {label: {"numbers": sizes.get(label, 0)} | measure(it.model, one, test, known).figures()
@@ -404,16 +402,17 @@ def smaller(name: str, prompts: int = 48, held: int = 24, ratio: float = 1 / 3, 
     keep("smaller", it, {"prompts": prompts, "held": held, "ratio": ratio, "rows": rows}, None, table)
 
 
-def lighter(own: torch.Tensor, full: torch.Tensor, xtx: torch.Tensor, xty: torch.Tensor, ranks: str
+def lighter(own: torch.Tensor, full: torch.Tensor, moments: Moments, ranks: Sequence[int]
             ) -> dict[str, tuple[torch.Tensor, int]]:
     """Projections `[D + 1, 2GK]` of a layer, and how many numbers each takes beside the layer's own.
 
     Args:
         own: the layer's.
         full: the fitted ones.
-        xtx, xty: the moments that those were fitted from.
-        ranks: of corrections, commas between; the best for the squared error of `full`.
+        moments: of the layer, from which those were fitted.
+        ranks: of corrections; each is the one that leaves the least squared error between it and `full`.
     """
+    xtx, xty = moments.xtx, moments.xty
     count, mean = xtx[-1, -1], xtx[-1] @ own
     square, cross = (own * (xtx @ own)).sum(0), (own * xty).sum(0)
     scale = (cross - mean * xty[-1] / count) / (square - mean.square() / count)
@@ -421,13 +420,11 @@ def lighter(own: torch.Tensor, full: torch.Tensor, xtx: torch.Tensor, xty: torch
     scaled[-1] += (xty[-1] - scale * mean) / count
     made = {"own, scaled and shifted": (scaled, 2 * own.shape[1])}
     correction = full - own
-    values, vectors = torch.linalg.eigh(xtx)
-    root = values.clamp_min(0).sqrt()[:, None] * vectors.T
-    directions = torch.linalg.svd(root @ correction, full_matrices=False).Vh
-    for rank in map(int, ranks.split(",")):
+    directions = torch.linalg.eigh(correction.T @ xtx @ correction).eigenvectors.flip(1)  # outputs' principal ones
+    for rank in ranks:
         if rank < min(own.shape):
-            best = directions[:rank]
-            made[f"own, corrected with rank {rank}"] = (own + correction @ best.T @ best, rank * sum(own.shape))
+            best = directions[:, :rank]
+            made[f"own, corrected with rank {rank}"] = (own + correction @ best @ best.T, rank * sum(own.shape))
     return made | {"fitted": (full, full.numel())}
 
 

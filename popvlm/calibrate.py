@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device, has_offloaded_params
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -192,16 +192,22 @@ def identity(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     # A head that is tied is named of its own where it is offloaded.
     for name in sorted({name for name, _ in model.named_parameters()} - {"lm_head.weight"}):
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        with align_module_device(module):  # brings offloaded weights back meanwhile
-            weight = getattr(module, leaf)
+        weight = _weight(model, name)
         digest.update(f"{name}{list(weight.shape)}".encode())
         if weight.device.type != "meta" and weight.is_floating_point():
             flat = weight.detach().reshape(-1)
             some = flat[::max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
             digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _weight(model: Any, name: str) -> Tensor:
+    """The parameter of this name; on the CPU if it is offloaded, as a look at it needs no accelerator."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with align_module_device(module, torch.device("cpu") if has_offloaded_params(module) else None):
+        weight: Tensor = getattr(module, leaf)
+        return weight
 
 
 def _digest(samples: Prepared) -> str:

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from http.client import HTTPException
@@ -149,7 +149,7 @@ def ask(
     import popvlm
     from popvlm import answer
 
-    say = _ignore if as_json or not sys.stderr.isatty() else _say
+    say = _steps(as_json)
     found = answer.find(model, say)
     if images and not found.reads_images:
         raise CommandError(f"{model} reads text only; leave the images out, or take a vision-language model")
@@ -200,7 +200,7 @@ def demo(
     if model not in embedded.NAMES:
         raise CommandError(f"the demo is for {' and '.join(embedded.NAMES)}; ask another model with "
                            f"popvlm ask IMAGE \"question\" --model {model} --compare")
-    say = _say if sys.stderr.isatty() and not as_json else _ignore
+    say = _steps(as_json)
     processor, loaded = answer.load(answer.find(model, say), device="cpu")
     popvlm.accelerate(processor, loaded, plan=_known(loaded))
     plan = popvlm.plan_of(loaded)
@@ -274,7 +274,7 @@ def calibrate(
         from accelerate import PartialState
         device = str(PartialState().device)
         first = os.environ.get("RANK", "0") == "0"
-    say = _say if first and sys.stderr.isatty() and not as_json else _ignore
+    say = _steps(as_json or not first)
     found = answer.find(model, say)
     say(f"loading {model}")
     processor, loaded = answer.load(found, dtype=dtype, device=device, attention=attention)
@@ -368,7 +368,7 @@ def benchmark(
 
     if plot is not None and not benchmark_report.can_draw(plot):
         raise CommandError(f"{plot} names no format that a plot can be written in; let it end in .png, .svg or .pdf")
-    say = _ignore if as_json or not sys.stderr.isatty() else _say
+    say = _steps(as_json)
     plans = bench.given(plan) if plan else bench.candidates(ratio or [1 / 3, 0.6], positions or ["all"],
                                                             kv or ["own"], text)
     load: bench.Load
@@ -536,6 +536,11 @@ def _print_json(record: Any) -> None:
 
 def _write(text: str) -> None:
     typer.echo(_printable(text), nl=False)
+
+
+def _steps(quiet: bool) -> Callable[[str], None]:
+    """What tells of a command's steps: nobody sees them where standard error is no terminal."""
+    return _ignore if quiet or not sys.stderr.isatty() else _say
 
 
 def _say(step: str) -> None:

@@ -274,19 +274,11 @@ class _Gathered:
         return found._loaded() if found.path.is_file() else found
 
     def _loaded(self) -> _Gathered:
-        try:
-            with safe_open(self.path, "pt") as file:
-                about = file.metadata()
-                layers = tuple(json.loads(about["layers"]))
-                fit, held = (Moments(layers, prompts=prompts, **{name: file.get_tensor(f"{part}.{name}")
-                                                                 for name in ("xtx", "xty", "yty")})
-                             for part, prompts in zip(("fit", "held"), json.loads(about["prompts"])))
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise FittingError(f"the moments in {self.path} are damaged ({error}); delete that file, and they are "
-                               "gathered again") from error
-        if not set(self.group.layers) <= set(layers):
+        assert self.path is not None
+        fit, held, seen = kept_moments(self.path)
+        if not set(self.group.layers) <= set(fit.layers):
             return self
-        return _Gathered(replace(self.group, layers=layers), fit, held, int(about["seen"]), self.path)
+        return _Gathered(replace(self.group, layers=fit.layers), fit, held, seen, self.path)
 
     def save(self) -> None:
         """Writes the file whole or not at all, so that both parts are of the same prompts."""
@@ -336,6 +328,26 @@ class _Gathered:
                 report.append(LayerFit(wanted.kind, layers[row], both.count, each, *own_missed[row].tolist(),
                                        *missed[choice, row].tolist()))
         return tensors, report
+
+
+def kept_moments(path: Path) -> tuple[Moments, Moments, int]:
+    """What `fit` left in a file of its `state` folder: the moments of the prompts fitted on and of those held out, and
+    how many samples were looked at.
+
+    Raises:
+        FittingError: the file is damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata()
+            layers = tuple(json.loads(about["layers"]))
+            fit, held = (Moments(layers, prompts=prompts, **{name: file.get_tensor(f"{part}.{name}")
+                                                             for name in ("xtx", "xty", "yty")})
+                         for part, prompts in zip(("fit", "held"), json.loads(about["prompts"])))
+            return fit, held, int(about["seen"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise FittingError(f"the moments in {path} are damaged ({error}); delete that file, and they are gathered "
+                           "again") from error
 
 
 def _names(kind: Kind, layer: int) -> tuple[str, str]:

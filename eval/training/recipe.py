@@ -188,11 +188,11 @@ def answers(reader: Reader, net: nn.Module, work: Path, stage: str, *, steps: in
         packed, inputs = reader.read(examples, chosen)
         logits = reader.logits(packed, inputs)
         loss = F.cross_entropy(logits, packed.targets[packed.targets != IGNORED])
-        early, ahead = packed.early != IGNORED, packed.ahead != IGNORED
-        known, soon = states[layer][early], states[decoder.norm][ahead]
-        loss = loss + among(soon, packed.ahead[ahead])
+        at_word, at_end = packed.early != IGNORED, packed.ahead != IGNORED
+        known, soon = states[layer][at_word], states[decoder.norm][at_end]
+        loss = loss + among(soon, packed.ahead[at_end])
         if len(known):
-            loss = loss + among(decoder.norm(known), packed.early[early])
+            loss = loss + among(decoder.norm(known), packed.early[at_word])
         hits: dict[str, list[bool]] = {"bare": [], "lookups": [], "right": []}
         for row, asked in zip(right(packed, logits.argmax(-1)), chosen):
             for hit, question in zip(row, asked):

@@ -80,10 +80,7 @@ def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
         say("saving")
         made = Path(space) / "made"
         model.to(torch.bfloat16).save_pretrained(made)
-        config = json.loads((made / "config.json").read_text())
-        for part in config, config["text_config"], config["vision_config"]:
-            part["dtype"] = "float32"  # as it is loaded then: many CPUs are slow at bfloat16
-        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        declare_float32(made)
         processor.save_pretrained(made)
         shutil.copy(ours / "README.md", made)
         shutil.copy(ours / "NOTICE", made)
@@ -93,6 +90,16 @@ def _assembled(ours: Path, say: Callable[[str], None]) -> Path:
             if not done.exists():  # another process was first
                 raise
     return done
+
+
+def declare_float32(folder: Path) -> None:
+    """Has the vision-language model in `folder` loaded in float32, whatever its weights are kept in: many CPUs are slow
+    at bfloat16."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part in config, config["text_config"], config["vision_config"]:
+        part["dtype"] = "float32"
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def splits_words_rightly() -> None:
