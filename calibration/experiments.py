@@ -386,7 +386,7 @@ def smaller(name: str, prompts: int = 48, held: int = 24, ratio: float = 1 / 3, 
             for layer in moments.layers:
                 weight, bias = f"{kind}.{layer}.weight", f"{kind}.{layer}.bias"
                 full = torch.cat([whole.fitted[weight].T, whole.fitted[bias][None]]).double()
-                mine = fitting._own(layers[layer], it.model.dtype, moments.xtx)
+                mine = fitting.own_projections(layers[layer], it.model.dtype, moments.xtx)
                 for label, (projection, numbers) in lighter(mine, full, moments.only([layer]), wanted).items():
                     rounded = projection.to(whole.fitted[bias].dtype)
                     made.setdefault(label, {}).update({weight: rounded[:-1].T.contiguous(), bias: rounded[-1]})

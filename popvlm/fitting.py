@@ -302,7 +302,7 @@ class _Gathered:
         fit, held = (_reduced(part, decoder.device).only(layers) for part in (self.fit, self.held))
         # The layers' own projections are nearly right, so what is fitted is the difference: on SmolLM2-135M with 8
         # prompts a KL of 0.136, where a penalty on the weights themselves gives 0.231.
-        own = torch.cat([_own(decoder.layers[layer], decoder.dtype, held.xtx) for layer in layers], dim=1)
+        own = torch.cat([own_projections(decoder.layers[layer], decoder.dtype, held.xtx) for layer in layers], dim=1)
         own_missed = torch.full((len(layers), 2), math.nan)
         missed = own_missed.expand(len(ridges), -1, -1)
         if fit.prompts and held.prompts:
@@ -505,7 +505,7 @@ def _observe(model: nn.Module, family: Family, plan: PruningPlan, call: dict[str
                                        for name in ("k_proj", "v_proj")], dim=-1)) for group in groups]
 
 
-def _own(layer: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
+def own_projections(layer: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
     """A layer's own projections of a scaled state, as weights `[D + 1, 2GK]` of the form that `solve` gives.
 
     Asked of the modules, as their weights may be quantized, sharded or adapted: a norm without a mean and a linear map

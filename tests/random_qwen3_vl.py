@@ -1,5 +1,6 @@
 """A small Qwen3-VL with random weights and a real processor, in a folder that AutoProcessor and AutoModel load."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -15,14 +16,7 @@ from transformers import (
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TEMPLATE = (files("popvlm") / "embedded" / "tiny-qwen3-vl" / "chat_template.jinja").read_text()
 
 
 def processor() -> Qwen3VLProcessor:
