@@ -30,6 +30,10 @@ def removed(model: nn.Module, layers: Iterable[int]) -> Iterator[None]:
     """The layers do nothing, in prefill and in decode: stage-agnostic layer removal (ShortGPT and its kin)."""
 
     def instead(index: int, forward: Forward, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in transformers 5
+        if cache is not None:  # transformers reads lengths off the first layer of each kind, which may be this one
+            nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
+            cache.update(nothing, nothing, index)
         return hidden
 
     with _instead(model, layers, instead):

@@ -51,12 +51,17 @@ def kept(visual: Tensor, text: Tensor, count: int) -> Tensor:
 
 def matching(config: Any, plan: PruningPlan, visual: int, text: int) -> float:
     """The share of visual tokens to keep for the prefill of `plan`, in FLOPs of the decoder, on a prompt of so many
-    visual and text tokens: the largest that costs no more."""
-    wanted = cost.prefill_flops(config, plan, visual, text).total
+    visual and text tokens: the largest that costs no more. The vision encoder reads the whole image for both."""
+
+    def decoder(plan: PruningPlan | None, visual: int) -> int:
+        flops = cost.prefill_flops(config, plan, visual, text)
+        return flops.decoder + flops.head
+
+    wanted = decoder(plan, visual)
     few, many = 0, visual
     while few < many:
         middle = (few + many + 1) // 2
-        if cost.prefill_flops(config, None, middle, text).total <= wanted:
+        if decoder(None, middle) <= wanted:
             few = middle
         else:
             many = middle - 1
