@@ -335,7 +335,8 @@ def expense(name: str, prompts: int = 24, part: str = "") -> None:
     if part:
         it = subject(name)
         samples = own_mix(it, "train", prompts)
-        it.model(**placed(it.model, samples[0]), logits_to_keep=1)
+        with torch.no_grad():
+            it.model(**placed(it.model, samples[0]), logits_to_keep=1)
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
         if part == "forward":
             with torch.no_grad():
@@ -380,7 +381,7 @@ def smaller(name: str, prompts: int = 48, held: int = 24, ratio: float = 1 / 3, 
         made: dict[str, dict[str, torch.Tensor]] = {}
         sizes: dict[str, int] = {}
         for path in Path(folder).glob("*.safetensors"):
-            fitted_on, held_out, _ = fitting.kept_moments(path)
+            fitted_on, held_out = fitting.kept_moments(path)
             moments = fitted_on + held_out
             kind = path.name.split(".")[0]
             for layer in moments.layers:

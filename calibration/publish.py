@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from experiments import subject
 
-from popvlm.calibrate import PUBLISHED, identity, line, progress
+from popvlm.calibrate import PUBLISHED, line, progress
+from popvlm.decoders import identity
 from popvlm.selection import Budget, choose, described
 
 

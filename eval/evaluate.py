@@ -38,8 +38,7 @@ from tasks import NAMES, Sample, Task, TaskError, find, load
 
 from popvlm import PlanError, answer, embedded
 from popvlm.benchmark import processor_name
-from popvlm.calibrate import identity
-from popvlm.decoders import UnsupportedModel, family_of
+from popvlm.decoders import UnsupportedModel, family_of, identity
 from popvlm.fitting import FittingError
 from popvlm.plan import replacing
 from popvlm.samples import BuiltinMix, Prepared, SampleError, UnreadableImage, opened

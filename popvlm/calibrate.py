@@ -5,38 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from accelerate.utils import align_module_device, has_offloaded_params
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import nn
 
 from popvlm import __version__, cache
-from popvlm.decoders import fingerprint
+from popvlm.decoders import identity
 from popvlm.importance import ImportanceProfile, profile
-from popvlm.plan import PlanError, PruningPlan
+from popvlm.plan import KINDS, PlanError, PruningPlan
 from popvlm.processes import gathered, place
-from popvlm.samples import BuiltinMix, Prepared, Tally, describe
-from popvlm.selection import Budget, Choice, Part, Track, Trial, choose, described
+from popvlm.samples import BuiltinMix, Part, Prepared, Tally, describe
+from popvlm.selection import Budget, Choice, Track, Trial, choose, described
 
 PROMPTS = 128
-"""Of the built-in mix, where no samples are given; every fourth is held out."""
+"""Of the built-in mix, where no samples are given; one in four is held out."""
 
 PUBLISHED = Path(__file__).parent / "published"
 """Plans that come with the package, as `<name>.<identity>.json`."""
 
 ANSWER = 32
 """The longest answer, in tokens, over which gates score the layers."""
-
-SAMPLED = 64
-"""Numbers of each weight that go into a model's identity."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Calibration:
         plan: with its figures in `source`.
         choice: all that was tried, and whether the budget was met.
         budget: what was asked for.
-        tallies: the prompts by kind, "all" last; every fourth was held out.
+        tallies: the prompts by kind, "all" last; one in four was held out.
         profile: the gate gradients, where they were asked for.
         seconds: how long it took this time.
     """
@@ -100,7 +97,7 @@ def calibrate(processor: Any, model: nn.Module, samples: Any = None, *, budget: 
     prepared = samples if isinstance(samples, Prepared) else Prepared(
         processor, BuiltinMix(PROMPTS) if samples is None else samples)
     rank, world = place()
-    mine = Part(prepared, range(rank, len(prepared), world))
+    mine = Part(prepared, _dealt(prepared)[rank::world])
     scored = None
     if gates:
         path = None if state is None else Path(state) / "profile.safetensors"
@@ -108,6 +105,16 @@ def calibrate(processor: Any, model: nn.Module, samples: Any = None, *, budget: 
     choice = choose(model, mine, budget, kv=kv, profile=scored, state=state, say=say, track=track)
     return Calibration(described(choice.best, model), choice, budget, describe(prepared), scored,
                        time.monotonic() - began)
+
+
+def _dealt(prepared: Prepared) -> list[int]:
+    """An order in which to deal prompts to processes: a list of samples may have a rhythm, and each process needs its
+    share of those with images."""
+    order = list(range(len(prepared)))
+    if not isinstance(prepared.samples, BuiltinMix):  # which is shuffled
+        random.Random(0).shuffle(order)
+        order.sort(key=lambda index: prepared.counts(prepared.indices[index]).visual > 0)
+    return order
 
 
 def _profiled(model: nn.Module, samples: Sequence[Any], path: Path | None, track: Track) -> ImportanceProfile:
@@ -151,6 +158,8 @@ def automatic(processor: Any, model: nn.Module, samples: Any = None, *, budget: 
                           state=folder / "state", say=say, track=track)
     found.plan.save(folder / "plan.json")
     (folder / "record.json").write_text(json.dumps(found.record(), indent=1))
+    if place()[0] == 0:
+        shutil.rmtree(folder / "state", ignore_errors=True)  # gigabytes, which nothing will ask for again
     met = "" if found.choice.met else f", the nearest there is: no plan meets {budget}"
     return found.plan, f"calibrated now and kept in {folder}{met}"
 
@@ -169,7 +178,7 @@ def _published(name: str, budget: Budget, kv: str) -> tuple[PruningPlan, str] | 
 
 
 def _folder(name: str, budget: Budget, kv: str, samples: Prepared | None) -> Path:
-    asked = json.dumps([__version__, str(budget), kv, None if samples is None else _digest(samples)])
+    asked = json.dumps([__version__, asdict(budget), kv, None if samples is None else digest(samples)])
     return cache.folder() / "plans" / name / hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
@@ -183,41 +192,10 @@ def _cached(folder: Path) -> tuple[PruningPlan, str] | None:
         return None
 
 
-def identity(model: Any) -> str:
-    """16 hexadecimal digits of a model's shape and weights but its head's, `SAMPLED` numbers of each.
-
-    The same whether loaded in float32 or bfloat16, on whichever devices or offloaded, by whichever transformers.
-    """
-    shape = asdict(replace(fingerprint(model), checkpoint=""))
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    # A head that is tied is named of its own where it is offloaded.
-    for name in sorted({name for name, _ in model.named_parameters()} - {"lm_head.weight"}):
-        weight = _weight(model, name)
-        digest.update(f"{name}{list(weight.shape)}".encode())
-        if weight.device.type != "meta" and weight.is_floating_point():
-            flat = weight.detach().reshape(-1)
-            some = flat[::max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
-            digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _weight(model: Any, name: str) -> Tensor:
-    """The parameter of this name; on the CPU if it is offloaded, as a look at it needs no accelerator."""
-    owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
-    with align_module_device(module, torch.device("cpu") if has_offloaded_params(module) else None):
-        weight: Tensor = getattr(module, leaf)
-        return weight
-
-
-def _digest(samples: Prepared) -> str:
-    digest = hashlib.sha256()
-    for index in range(len(samples)):
-        for name, value in sorted(samples[index].items()):
-            if isinstance(value, Tensor):
-                digest.update(name.encode())
-                digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def digest(samples: Prepared) -> str:
+    """16 hexadecimal digits of the prompts, all of them."""
+    every = Part(samples, range(len(samples)))
+    return hashlib.sha256("".join(map(every.digest, range(len(every)))).encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -244,5 +222,6 @@ def line(trial: Trial) -> str:
     """A measured plan in a line."""
     plan, figures = trial.plan, trial.quality.figures()
     tail = f", tail {plan.tail}" if plan.tail > 1 else ""
-    return (f"  visual skips {len(plan.visual)} of {plan.num_layers}, text {len(plan.text)}{tail}: KL "
+    kinds = [f"{kind} {len(skipped)}" for kind in KINDS if (skipped := getattr(plan, kind))]
+    return (f"  of {plan.num_layers} layers skipped: {', '.join(kinds)}{tail}: KL "
             f"{figures['mean_kl']:.4f}, agrees {figures['agreement']:.0%}, allows {trial.speedup:.2f}x")

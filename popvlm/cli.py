@@ -264,11 +264,11 @@ def calibrate(
                            "tiny-qwen3-vl, which comes with popvlm")
     from popvlm import answer, recipes, report
     from popvlm import calibrate as calibration
-    from popvlm.samples import BuiltinMix
+    from popvlm.decoders import identity
+    from popvlm.samples import BuiltinMix, Prepared
     from popvlm.selection import Budget
 
     budget = Budget(ratio, speedup, divergence, agreement)
-    prompts: Any = BuiltinMix(samples) if data is None else recipes.load(data, samples)
     first = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
@@ -278,7 +278,9 @@ def calibrate(
     found = answer.find(model, say)
     say(f"loading {model}")
     processor, loaded = answer.load(found, dtype=dtype, device=device, attention=attention)
-    state = out / f"state-{calibration.identity(loaded)}"
+    prompts = Prepared(processor, BuiltinMix(samples) if data is None else recipes.load(data, samples))
+    which = "mix" if data is None else calibration.digest(prompts)
+    state = out / f"state-{identity(loaded)}-{which}"
     with calibration.progress(f"calibrating {model} for {budget}", quiet=not first) as (tell, track):
         got = calibration.calibrate(processor, loaded, prompts, budget=budget, kv=kv, gates=gates, state=state,
                                     say=tell, track=track)

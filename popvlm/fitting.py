@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,15 +22,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from popvlm import prefill, processes
-from popvlm.decoders import Family, family_of, fingerprint
+from popvlm.decoders import Family, family_of, fingerprint, identity
 from popvlm.plan import KINDS, Kind, PruningPlan, replacing
 from popvlm.quality import placed
+from popvlm.samples import Part
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """The ridge strengths that are tried, as shares of the mean square of the scaled states."""
 
 HELD_OUT = 5
-"""Of the prompts that have a kind of position, every fifth is held out: it chooses the ridge and is the report's."""
+"""Of so many prompts that have a kind of position one is held out: these choose the ridge and are the report's. Those
+with the same images stay together."""
+
+FEW = 1e-2
+"""The ridge where too few prompts have a kind of position to hold one out."""
 
 SAVE_SECONDS = 60.0
 """The least time between two savings of the moments (4 GB for the last third of Qwen3-VL-8B)."""
@@ -87,6 +93,10 @@ class Moments:
             self.xty.addmm_(states.T, made)
             self.yty += made.square().sum(0)
         self.prompts += 1
+
+    def to(self, device: torch.device) -> Moments:
+        """The same on a device."""
+        return replace(self, xtx=self.xtx.to(device), xty=self.xty.to(device), yty=self.yty.to(device))
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both, over the same layers."""
@@ -180,10 +190,10 @@ def fit(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, Any]
         samples: prompts, each the arguments of a forward call as a processor returns them, `[B, T]`, left-padded
             where B is more than 1. Gone through once for each turn of fits, so a sequence, not a generator.
         ridge: its strength (`Moments.solve`); None chooses it from `RIDGES` on held-out prompts, for each kind and
-            layer.
-        state: a folder for the moments, of this model and these samples. A run that was interrupted continues there,
-            and what was gathered serves other ridges, more samples after these, fewer layers and other plans with the
-            same states, without another pass.
+            layer, and takes `FEW` where there are too few to hold one out.
+        state: a folder for the moments. A run that was interrupted continues there, and what was gathered serves other
+            ridges, more samples after these, fewer layers and other plans with the same states, without another pass.
+            Moments of other weights, samples or processes are left alone, or gathered anew.
         progress: goes around the loop over samples, such as `tqdm` or `rich.progress.track`.
 
     Returns:
@@ -191,8 +201,7 @@ def fit(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, Any]
         Of a model that reads no images it skips text only: all its positions are. And what each fit bought.
 
     Raises:
-        FittingError: no samples, nothing skipped, a kind that no sample has, too few prompts, or a model whose states
-            overflow.
+        FittingError: no samples, nothing skipped, a kind that no sample has, or a model whose states overflow.
         PlanError: the plan is another model's.
         UnsupportedModel: popvlm does not know the model's decoder.
     """
@@ -214,6 +223,8 @@ def fit(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, Any]
     if model.training:
         raise FittingError("the model is in training mode, in which dropout changes its states; call model.eval() "
                            "first")
+    everything = samples if isinstance(samples, Part) else Part(samples, range(len(samples)))
+    weights = "" if state is None else identity(model)
     fitted: dict[str, Tensor] = {}
     report = []
     with prefill.under(model, None, family), torch.no_grad():
@@ -225,8 +236,8 @@ def fit(model: nn.Module, plan: PruningPlan, samples: Sequence[Mapping[str, Any]
                        and any(_names(kind, layer)[0] not in fitted for kind in plan.skips(layer))]
             ready = [group for group in waiting if not unknown or group.layers[0] <= unknown[0]]
             waiting = [group for group in waiting if group not in ready]
-            gathered = [_Gathered.begin(group, plan, fitted, samples[0], state) for group in ready]
-            _gather(model, family, _filled(plan, fitted), samples, gathered, progress)
+            gathered = [_Gathered.begin(group, plan, fitted, everything, weights, state) for group in ready]
+            _gather(model, family, _filled(plan, fitted), everything, gathered, progress)
             for group, found in zip(ready, gathered):
                 tensors, lines = found.solve(group, ridge, family.text_model(model))
                 fitted |= tensors
@@ -250,35 +261,39 @@ class _Gathered:
     group: _Group
     fit: Moments
     held: Moments
-    seen: int
-    """How many samples were looked at."""
+    seen: list[str]
+    """Digests of the samples that were looked at."""
+    sides: dict[str, bool]
+    """Whether it is held out, by a prompt's images, or by its number where it has none."""
     path: Path | None
 
     @classmethod
-    def begin(cls, group: _Group, plan: PruningPlan, fitted: Mapping[str, Tensor], sample: Mapping[str, Any],
+    def begin(cls, group: _Group, plan: PruningPlan, fitted: Mapping[str, Tensor], samples: Part, weights: str,
               folder: str | os.PathLike[str] | None) -> _Gathered:
         """With what the folder has for this group: gathered from the same samples, at least of its layers."""
         model = plan.fingerprint
         assert model is not None
         shape = group.layers, model.hidden_size, 2 * model.num_key_value_heads * model.head_dim
-        found = cls(group, Moments.zeros(*shape), Moments.zeros(*shape), 0, None)
+        found = cls(group, Moments.zeros(*shape), Moments.zeros(*shape), [], {}, None)
         if folder is None:
             return found
         # What the state depends on: all that is skipped before it, and how.
         before = [sorted(layer for layer in getattr(plan, kind) if layer < group.layers[0]) for kind in KINDS]
-        digest = hashlib.sha256(json.dumps([asdict(model), group.kind, group.layers[0], plan.tail, before]).encode())
-        tensors = [fitted[name] for name in sorted(fitted) if int(name.split(".")[1]) < group.layers[0]]
-        for tensor in (*tensors, *(value for _, value in sorted(sample.items()) if isinstance(value, Tensor))):
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        depends = [asdict(model), weights, group.kind, group.layers[0], plan.tail, before, processes.place()]
+        digest = hashlib.sha256(json.dumps(depends).encode())
+        for name in sorted(name for name in fitted if int(name.split(".")[1]) < group.layers[0]):
+            digest.update(fitted[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         found.path = Path(folder) / f"{group.kind}.{group.layers[0]}.{digest.hexdigest()[:16]}.safetensors"
-        return found._loaded() if found.path.is_file() else found
+        return found._loaded(samples) if found.path.is_file() else found
 
-    def _loaded(self) -> _Gathered:
+    def _loaded(self, samples: Part) -> _Gathered:
         assert self.path is not None
-        fit, held, seen = kept_moments(self.path)
-        if not set(self.group.layers) <= set(fit.layers):
+        fit, held, about = _kept(self.path)
+        seen = about["seen"]
+        if (not set(self.group.layers) <= set(fit.layers) or len(seen) > len(samples)
+                or any(digest != samples.digest(index) for index, digest in enumerate(seen))):
             return self
-        return _Gathered(replace(self.group, layers=fit.layers), fit, held, seen, self.path)
+        return _Gathered(replace(self.group, layers=fit.layers), fit, held, seen, about["sides"], self.path)
 
     def save(self) -> None:
         """Writes the file whole or not at all, so that both parts are of the same prompts."""
@@ -287,30 +302,35 @@ class _Gathered:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"{part}.{name}": getattr(getattr(self, part), name).contiguous().cpu()
                    for part in ("fit", "held") for name in ("xtx", "xty", "yty")}
-        about = {"layers": list(self.group.layers), "prompts": [self.fit.prompts, self.held.prompts], "seen": self.seen}
+        about = {"layers": list(self.group.layers), "prompts": [self.fit.prompts, self.held.prompts],
+                 "seen": self.seen, "sides": self.sides}
         with replacing(self.path) as temporary:
             save_file(tensors, temporary, {name: json.dumps(value) for name, value in about.items()})
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Adds a prompt to the one part or the other."""
-        turn = (self.fit.prompts + self.held.prompts) % HELD_OUT
-        (self.held if turn == HELD_OUT - 1 else self.fit).update(x, y)
+    def add(self, images: str, x: Tensor, y: Tensor) -> None:
+        """Adds a prompt to the one part or the other: of each `HELD_OUT` one is held out, drawn at random, as samples
+        may have a rhythm; but with the images of an earlier prompt it goes where that went."""
+        number = len(self.sides)
+        turn, place = divmod(number, HELD_OUT)
+        held = self.sides.setdefault(images or str(number), place == random.Random(turn).randrange(HELD_OUT))
+        (self.held if held else self.fit).update(x, y)
 
     def solve(self, wanted: _Group, ridge: float | None, decoder: Any) -> tuple[dict[str, Tensor], list[LayerFit]]:
         """The fitted tensors of `wanted`, whose layers the moments cover, and what they bought."""
-        layers, ridges = wanted.layers, RIDGES if ridge is None else (ridge,)
+        layers = wanted.layers
         fit, held = (_reduced(part, decoder.device).only(layers) for part in (self.fit, self.held))
+        # On the accelerator if either is: the other may be loaded, or have had no prompt.
+        device = fit.xtx.device if fit.xtx.device.type != "cpu" else held.xtx.device
+        fit, held = fit.to(device), held.to(device)
         # The layers' own projections are nearly right, so what is fitted is the difference: on SmolLM2-135M with 8
         # prompts a KL of 0.136, where a penalty on the weights themselves gives 0.231.
         own = torch.cat([own_projections(decoder.layers[layer], decoder.dtype, held.xtx) for layer in layers], dim=1)
+        enough = fit.prompts and held.prompts
+        ridges = (ridge,) if ridge is not None else RIDGES if enough else (FEW,)
         own_missed = torch.full((len(layers), 2), math.nan)
         missed = own_missed.expand(len(ridges), -1, -1)
-        if fit.prompts and held.prompts:
+        if enough:
             own_missed, missed = held.error(own), torch.stack([held.error(fit.solve(each, own)) for each in ridges])
-        elif ridge is None:
-            raise FittingError(f"{fit.prompts + held.prompts} samples have {wanted.kind} context positions, and of "
-                               f"every {HELD_OUT} one is held out to choose the ridge; give more, or a ridge, such as "
-                               "1e-3")
         # A ridge for each layer: it costs no pass, and the first layer of a run, whose own projections may be exact,
         # bears far less of it than the last.
         chosen = missed.mean(2).argmin(0).tolist()
@@ -330,22 +350,25 @@ class _Gathered:
         return tensors, report
 
 
-def kept_moments(path: Path) -> tuple[Moments, Moments, int]:
-    """What `fit` left in a file of its `state` folder: the moments of the prompts fitted on and of those held out, and
-    how many samples were looked at.
+def kept_moments(path: Path) -> tuple[Moments, Moments]:
+    """What `fit` left in a file of its `state` folder: the moments of the prompts fitted on and of those held out.
 
     Raises:
         FittingError: the file is damaged.
     """
+    return _kept(path)[:2]
+
+
+def _kept(path: Path) -> tuple[Moments, Moments, dict[str, Any]]:
     try:
         with safe_open(path, "pt") as file:
-            about = file.metadata()
-            layers = tuple(json.loads(about["layers"]))
-            fit, held = (Moments(layers, prompts=prompts, **{name: file.get_tensor(f"{part}.{name}")
-                                                             for name in ("xtx", "xty", "yty")})
-                         for part, prompts in zip(("fit", "held"), json.loads(about["prompts"])))
-            return fit, held, int(about["seen"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            about = {name: json.loads(value) for name, value in file.metadata().items()}
+            # Cloned: as they lie in the file they may be unaligned, and a product's last bits then differ.
+            fit, held = (Moments(tuple(about["layers"]), prompts=prompts, **{
+                name: file.get_tensor(f"{part}.{name}").clone() for name in ("xtx", "xty", "yty")})
+                         for part, prompts in zip(("fit", "held"), about["prompts"]))
+            return fit, held, {"seen": list(about["seen"]), "sides": dict(about["sides"])}
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise FittingError(f"the moments in {path} are damaged ({error}); delete that file, and they are gathered "
                            "again") from error
 
@@ -414,15 +437,15 @@ def _runs(model: nn.Module, family: Family, call: dict[str, Any], mask: Tensor, 
     return runs
 
 
-def _gather(model: nn.Module, family: Family, plan: PruningPlan, samples: Sequence[Mapping[str, Any]],
+def _gather(model: nn.Module, family: Family, plan: PruningPlan, samples: Part,
             gathered: list[_Gathered], progress: Callable[[range], Iterable[int]]) -> None:
     """Brings the groups' moments to the end of the samples. `plan` has the fits that their states depend on."""
     prefill.prune(model, plan, family)
     saved = time.monotonic()
-    for index in progress(range(min(found.seen for found in gathered), len(samples))):
+    for index in progress(range(min(len(found.seen) for found in gathered), len(samples))):
         call = _call(model, samples[index])
         masks = _context(model, call)
-        behind = [found for found in gathered if found.seen <= index]
+        behind = [found for found in gathered if len(found.seen) <= index]
         present = [found for found in behind if masks[found.group.kind].any()]
         seen = _observe(model, family, plan, call, masks, [found.group for found in present])
         for found, (x, y) in zip(present, seen):
@@ -431,9 +454,9 @@ def _gather(model: nn.Module, family: Family, plan: PruningPlan, samples: Sequen
                                    f"{found.group.kind} positions of layers {list(found.group.layers)}; load the model "
                                    "in bfloat16 or float32, or leave that sample out")
         for found, (x, y) in zip(present, seen):
-            found.add(x, y)
+            found.add(samples.images(index), x, y)
         for found in behind:
-            found.seen = index + 1
+            found.seen.append(samples.digest(index))
         if index + 1 == len(samples) or time.monotonic() - saved > SAVE_SECONDS:
             for found in behind:
                 found.save()

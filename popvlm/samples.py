@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -131,7 +132,7 @@ class Prepared(Sequence[dict[str, Any]]):
         try:
             sample = self.samples[index]
             if isinstance(sample, Mapping):
-                kind = sample.get("kind", kind)
+                kind = str(sample.get("kind", kind))
             inputs = prepare(self.processor, sample)
         except (SampleError, OSError, SyntaxError) as error:
             self._counts[index] = Counts(kind, 0, 0)
@@ -146,6 +147,47 @@ class Prepared(Sequence[dict[str, Any]]):
             self._room -= size
             self._kept[index] = inputs
         return dict(inputs)
+
+
+class Part(Sequence[Any]):
+    """Some of the prompts, each prepared when it is asked for; and what tells one from another."""
+
+    def __init__(self, samples: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> None:
+        self._samples, self._indices = samples, indices
+        self._digests: dict[int, tuple[str, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = self._samples[self._indices[index]]
+        if index not in self._digests:
+            images = [name for name in sample if name.startswith("pixel_values")]
+            self._digests[index] = digest(sample, sample), digest(sample, images) if images else ""
+        return sample
+
+    def digest(self, index: int) -> str:
+        """Of all that a prompt has."""
+        return self._digest(index)[0]
+
+    def images(self, index: int) -> str:
+        """Of a prompt's images; nothing if it has none."""
+        return self._digest(index)[1]
+
+    def _digest(self, index: int) -> tuple[str, str]:
+        if index not in self._digests:
+            self[index]
+        return self._digests[index]
+
+
+def digest(sample: Mapping[str, Any], names: Iterable[str]) -> str:
+    """16 hexadecimal digits of a prompt's tensors of these names."""
+    made = hashlib.sha256()
+    for name in sorted(names):
+        if isinstance(value := sample[name], torch.Tensor):
+            made.update(name.encode())
+            made.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()[:16]
 
 
 @dataclass
@@ -238,7 +280,8 @@ def _messages(sample: Any) -> Messages:
     if isinstance(sample, str):
         turns: Any = [{"role": "user", "content": sample}]
     elif isinstance(sample, Mapping):
-        given = [sample["image"]] if sample.get("image") is not None else sample.get("images") or []
+        some = sample["image"] if sample.get("image") is not None else sample.get("images")
+        given = list(some) if isinstance(some, (list, tuple)) else [] if some is None else [some]
         if sample.get("messages"):
             turns = sample["messages"]
         elif isinstance(sample.get("question"), str):

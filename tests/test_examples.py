@@ -61,7 +61,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
 @pytest.mark.slow
 def test_the_notebook_on_calibration(tmp_path):
     said, pictures = executed("calibrate.ipynb", tmp_path)
-    assert said.count("visual skips") >= 3
+    assert said.count("layers skipped") >= 3
     assert "held-out prompts KL" in said
     assert pictures == 5
     assert (tmp_path / "my_plan" / "plan.json").exists()

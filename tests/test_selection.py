@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import popvlm
 from models import LAYERS, prompt
 from popvlm import cost
 from popvlm.importance import ProfileError, profile
 from popvlm.plan import PruningPlan
-from popvlm.quality import measure, references
-from popvlm.selection import HELD_OUT, Budget, SelectionError, choose, described
+from popvlm.quality import Quality, measure, references
+from popvlm.selection import Budget, SelectionError, choose, described, split
 
 
 def prompts(model, images, count=12):
@@ -20,12 +21,12 @@ def prompts(model, images, count=12):
 
 def pair(plan):
     """The first layers that visual and text positions skip."""
-    return min(plan.visual), min(plan.text)
+    return min(plan.visual or plan.text), min(plan.text)
 
 
 def every(model, samples):
     """The divergence and agreement of every plan, measured one by one."""
-    held = samples[HELD_OUT - 1::HELD_OUT]
+    held, _ = split(samples)
     known = references(model, held, answer_tokens=2)
     found = {}
     for visual in range(1, LAYERS):
@@ -154,3 +155,47 @@ def test_refusals(make):
     with pytest.raises(ProfileError, match="another model"):
         other = make("qwen3_vl")
         choose(model, samples, Budget(), profile=profile(other, prompts(other, images=True, count=1), max_new_tokens=1))
+
+
+def test_the_prompts_held_out():
+    """Of every kind as large a share, whatever rhythm the list has; and none whose images were fitted on."""
+    def sample(index, image):
+        some = {"input_ids": torch.tensor([[index]])}
+        return some if image is None else some | {"pixel_values": torch.tensor([float(image)])}
+
+    def sides(images):
+        samples = [sample(index, image) for index, image in enumerate(images)]
+        found = [[images[int(one["input_ids"])] for one in part] for part in split(samples)]
+        assert sum(map(len, found)) == len(images)
+        return found
+
+    for rhythm in ([None, 0], [0, None], [None, None, None, 0], [0, None, None, None]):
+        held, fitted = sides([None if image is None else index for index, image in enumerate(rhythm * 16)])
+        count = 16 * rhythm.count(0) if len(rhythm) == 4 else 16
+        assert sum(image is not None for image in held) == count // 4
+        assert len(held) == 4 * len(rhythm)
+    held, fitted = sides([index // 5 for index in range(60)])  # five questions an image
+    assert not set(held) & set(fitted)
+    assert len(held) == 15
+    assert all(sides([None] * 8 + [0]))
+    assert 0 in sides([None] * 8 + [0])[1]
+    assert sides([None] * 8 + [0, 1])[0].count(None) == 2
+
+
+def test_prompts_without_images_leave_visual_positions_alone(make):
+    model = make("qwen3_vl")
+    choice = choose(model, prompts(model, images=False), Budget(divergence=9, agreement=0), tails=(1,), answer_tokens=2)
+    assert choice.met
+    assert all(not trial.plan.visual for trial in choice.trials)
+    assert len(choice.best.plan.text) == LAYERS - 1
+
+
+def test_agreement_is_asked_for_to_the_nearest_prompt(make, monkeypatch):
+    model = make("llama")
+    samples = prompts(model, images=False, count=128)
+    made = Quality(*(torch.zeros(32) for _ in range(2)), torch.arange(32) >= 1, torch.arange(32) >= 1)
+    monkeypatch.setattr("popvlm.selection.measure", lambda *args, **options: made)
+    for agreement, met in (0.98, True), (0.99, False), (1.0, False), (0.95, True):
+        choice = choose(model, samples, Budget(divergence=0.01, agreement=agreement), kv="own", tails=(1,),
+                        answer_tokens=1)
+        assert choice.met is met

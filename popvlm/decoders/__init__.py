@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import pkgutil
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, Protocol
 
+import torch
+from accelerate.utils import align_module_device, has_offloaded_params
 from torch import Tensor, nn
 
 from popvlm.plan import Fingerprint
+
+SAMPLED = 64
+"""Numbers of each weight that go into a model's identity."""
 
 
 class Family(Protocol):
@@ -97,3 +105,31 @@ def fingerprint(model: Any) -> Fingerprint:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Fingerprint(model.config.model_type, text.num_hidden_layers, text.hidden_size, text.num_key_value_heads,
                        head_dim, model.config._name_or_path)
+
+
+def identity(model: Any) -> str:
+    """16 hexadecimal digits of a model's shape and weights but its head's, `SAMPLED` numbers of each.
+
+    The same whether loaded in float32 or bfloat16, on whichever devices or offloaded, by whichever transformers.
+    """
+    shape = asdict(replace(fingerprint(model), checkpoint=""))
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    # A head that is tied is named of its own where it is offloaded.
+    for name in sorted({name for name, _ in model.named_parameters()} - {"lm_head.weight"}):
+        weight = _weight(model, name)
+        digest.update(f"{name}{list(weight.shape)}".encode())
+        if weight.device.type != "meta":
+            flat = weight.detach().reshape(-1)
+            some = flat[::max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu()
+            some = some.to(torch.bfloat16) if some.is_floating_point() else some
+            digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weight(model: Any, name: str) -> Tensor:
+    """The parameter of this name; on the CPU if it is offloaded, as a look at it needs no accelerator."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with align_module_device(module, torch.device("cpu") if has_offloaded_params(module) else None):
+        weight: Tensor = getattr(module, leaf)
+        return weight.dequantize() if type(weight).__module__.startswith("torchao") else weight
