@@ -21,21 +21,25 @@ from experiments import subject
 
 from popvlm.calibrate import PUBLISHED, line, progress
 from popvlm.decoders import identity
-from popvlm.selection import Budget, choose, described
+from popvlm.quality import measure, references
+from popvlm.selection import Budget, choose, described, split
 
 
-def main(name: str, prompts: int = 132, tails: str = "1,16",
-         divergence: float = 0.01) -> None:
+def main(name: str, prompts: int = 132, tails: str = "1,16") -> None:
     it = subject(name)
     samples = it.mix("train", prompts)
     with progress(f"calibrating {name}") as (say, track):
-        choice = choose(it.model, samples, Budget(divergence=divergence), tails=tuple(map(int, tails.split(","))),
-                        say=say, track=track)
-    print(line(choice.best), "met" if choice.met else "not met")
-    plan = described(choice.best, it.model)
-    assert plan.fitted is not None
-    plan = replace(plan, fitted={key: value.to(torch.bfloat16) for key, value in plan.fitted.items()},
-                   source=f"calibration/publish.py: {plan.source}",
+        choice = choose(it.model, samples, Budget(), tails=tuple(map(int, tails.split(","))), say=say, track=track)
+    assert choice.met, "nothing is published that does not meet the default budget"
+    fitted = choice.best.plan.fitted
+    assert fitted is not None
+    # Measured again as it is published: half the size, in bfloat16.
+    plan = replace(choice.best.plan, fitted={key: value.to(torch.bfloat16) for key, value in fitted.items()})
+    held, _ = split(samples)
+    trial = replace(choice.best, plan=plan, quality=measure(it.model, plan, held, references(it.model, held)))
+    print(line(trial))
+    plan = described(trial, it.model)
+    plan = replace(plan, source=f"calibration/publish.py: {plan.source}",
                    fingerprint=plan.fingerprint and replace(plan.fingerprint, checkpoint=name))
     for old in PUBLISHED.glob(f"{name}.*"):
         old.unlink()

@@ -98,7 +98,7 @@ def batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
 
 def ask_all(model: Any, processor: Any, planned: Sequence[Sequence[Sample]], kept: Kept, max_new_tokens: int,
             done: Callable[[int], None] = lambda count: None) -> None:
-    """Asks the batches that have not been answered yet, and keeps each.
+    """Asks the batches that have not been answered yet, or in which a sample failed, and keeps each.
 
     Args:
         model: a vision-language model, held to the setting.
@@ -109,7 +109,7 @@ def ask_all(model: Any, processor: Any, planned: Sequence[Sequence[Sample]], kep
         done: is told how many samples are done, after each batch.
     """
     for batch in planned:
-        if any(sample.key not in kept.rows for sample in batch):
+        if any(kept.rows.get(sample.key, {"error": ""}).get("error") is not None for sample in batch):
             kept.add(_answered(model, processor, batch, max_new_tokens))
         done(len(batch))
 
@@ -121,8 +121,8 @@ def _answered(model: Any, processor: Any, batch: Sequence[Sample], max_new_token
     for sample in batch:
         try:
             images[sample.key] = [opened(image) for image in sample.images]
-        except UnreadableImage as error:
-            rows[sample.key] = {"key": sample.key, "answer": "", "error": str(error)}
+        except (UnreadableImage, MemoryError) as error:
+            rows[sample.key] = {"key": sample.key, "answer": "", "error": str(error) or type(error).__name__}
     good = [sample for sample in batch if sample.key in images]
     try:
         if good:

@@ -10,6 +10,7 @@ shows it all.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -34,7 +35,7 @@ import report
 import timing
 from answers import AnswerError, Kept, ask_all, batches, prepared
 from settings import BASELINES, FULL, Makers, Setting, SettingError, full, slug
-from tasks import NAMES, Sample, Task, TaskError, find, load
+from tasks import NAMES, Sample, Task, TaskError, digest, find, load
 
 from popvlm import PlanError, answer, embedded
 from popvlm.benchmark import processor_name
@@ -114,7 +115,9 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
            "attention": model.config._attn_implementation, "batch": batch, "seed": seed, "limit": limit,
            "calibration": f"{calibrate} of {calibrate_on}"}
     lengths = _lengths(processor, model, [sample for some in samples.values() for sample in some])
-    makers = Makers(model, out / "plans", partial(_calibration, processor, calibrate, calibrate_on, seed), lengths)
+    ours = hashlib.sha256(json.dumps([run["weights"], run["dtype"], run["calibration"], seed]).encode()).hexdigest()[:8]
+    makers = Makers(model, out / "plans" / ours, partial(_calibration, processor, calibrate, calibrate_on, seed),
+                    lengths)
     with state.main_process_first():  # which fits, and keeps what it fitted
         settings = [full(), *(makers.plan(each) for each in plans),
                     *(makers.baseline(each, share) for share in shares for each in wanted)]
@@ -127,9 +130,10 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not state.is_main_process) as progress:
         for task in chosen:
+            asked, these = _as_asked(task), digest(samples[task.name])
             planned = batches(samples[task.name], batch)[state.process_index::state.num_processes]
             for setting in settings:
-                header = run | {"task": _as_asked(task), "setting": setting.record}
+                header = run | {"task": asked, "samples": these, "setting": setting.record}
                 file = Kept(out / "answers", f"{slug(task.name)}.{slug(setting.name)}", header, state.process_index)
                 kept[task.name][setting.name] = file
                 bar = progress.add_task(f"{task.title}: {setting.name}", total=sum(map(len, planned)))
@@ -141,14 +145,16 @@ def _run(console: Console, name: str, tasks: str, plans: list[str], baselines: s
     for files in kept.values():
         for file in files.values():
             file.read()
-    times = _timed(model, processor, settings, chosen, samples, kept, timed, console)
     found = {task.name: report.compared(task, samples[task.name],
                                         {name: file.rows for name, file in kept[task.name].items()}, seed)
              for task in chosen}
     record = {"run": run | {"processes": state.num_processes, "rounds": timing.ROUNDS, "hardware": hardware(model),
                             "versions": versions(), "command": " ".join(sys.argv)},
               "settings": {setting.name: setting.record for setting in settings}, "tasks": found,
-              "average": report.averages(found), "timing": timing.summary(times)}
+              "average": report.averages(found), "timing": []}
+    _write(record, samples, out)  # should the timing break off
+    times = _timed(model, processor, settings, chosen, samples, kept, timed, console)
+    record["timing"] = timing.summary(times)
     _write(record, samples, out)
     for table in report.tables(record):
         Console().print(table)
@@ -209,14 +215,17 @@ def _timed(model: Any, processor: Any, settings: Sequence[Setting], tasks: Seque
     """Times prompts from the shortest to the longest of all tasks."""
     known = [(row["prompt"], row["visual"], sample, task.max_new_tokens) for task in tasks
              for sample in samples[task.name]
-             if not (row := kept[task.name][FULL].rows.get(sample.key, {"error": ""})).keys() & {"error", "scale"}]
+             if (row := kept[task.name][FULL].rows.get(sample.key)) and not any(
+                 file.rows.get(sample.key, {"error": ""}).keys() & {"error", "scale"}
+                 for file in kept[task.name].values())]
     known.sort(key=lambda one: one[0])
     count = min(count, len(known))
     chosen = [known[round(step * (len(known) - 1) / max(1, count - 1))] for step in range(count)]
     progress = partial(track, description="timing", console=console)
     # Prompts of several tasks may have one key.
     return [row for _, visual, sample, longest in progress(chosen)
-            for row in timing.measure(model, processor, settings, [sample], [visual], longest)]
+            for row in timing.measure(model, processor, [each for each in settings if each.timed], [sample], [visual],
+                                      longest)]
 
 
 def _write(record: Mapping[str, Any], samples: Mapping[str, Sequence[Sample]], out: Path) -> None:

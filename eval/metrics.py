@@ -132,7 +132,7 @@ def _relaxed(said: str, right: str, tolerance: float) -> bool:
         return said.lower() == right.lower()
     readings = {ours}
     if said.endswith("%") != right.endswith("%"):
-        readings |= {ours * 100, ours / 100}
+        readings.add(ours * 100 if said.endswith("%") else ours / 100)
     return any(abs(reading - theirs) <= tolerance * abs(theirs) for reading in readings)
 
 
@@ -175,7 +175,9 @@ def chosen(answer: str, options: Sequence[str]) -> str | None:
     if begin := re.match(rf"\(?({anywhere})(?=[).:,*\s]*$|[).:]|\s*\n)", text) or (
             len(text) == 1 and re.match(f"({anywhere})", text.upper())):
         return begin[1]
-    named = re.findall(rf"(?i:answer|option|choice)(?i:\s+is)?\s*:?\s*\**\(?({anywhere})(?![\w'])", text)
+    named = re.findall(rf"(?i:answer|option|choice)(?i:\s+is)?\s*:?\s*\**\s*\(?({anywhere})(?![\w'])", text)
+    if not named:
+        named = re.findall(rf"\bis\s+\**\(?({anywhere})[\s.*)]*$", text)
     if not named:
         named = re.findall(rf"\(({anywhere})\)", text)
     if named:
@@ -206,10 +208,12 @@ def open_answer(answer: str, target: Target) -> float:
     it. Of `answers` any will do.
     """
     said = _words(answer)
-    found = re.findall(r"-?\d[\d,]{0,30}(?:\.\d{1,30})?", answer)
+    found = re.findall(r"-?(?:\d[\d,]{0,30}(?:\.\d{1,30})?|(?<!\d)\.\d{1,30})(?:[eE][+-]?\d{1,2}(?!\d))?", answer)
     numbers = {round(float(number.replace(",", "")), 2) for number in found}
     for right in target.answers:
         number = _number(right.strip())
+        if answer.strip() and answer.strip() == right.strip():
+            return 1.0
         if number is not None and not right.strip().endswith("%"):
             if round(number, 2) in numbers or NUMBERS.get(said) == right.strip():
                 return 1.0

@@ -52,9 +52,13 @@ class Paired:
             return f"better: {interval}"
         if max(-self.low, self.high) <= MARGIN:
             return f"the same within a point: {interval}"
-        # The interval narrows with the root of the number of samples.
-        wanted = ceil(self.samples * ((self.high - self.low) / 2 / MARGIN) ** 2 / 100) * 100
-        return f"too few to tell: {interval}; about {wanted:,} would tell a point"
+        if not self.low <= 0 <= self.high:
+            return f"too few to tell: {interval}; McNemar's p is {self.p_value:.2f}"
+        # The interval narrows with the root of the number of samples: until it leaves out 0, or stays within a point.
+        half, apart = (self.high - self.low) / 2, abs(self.difference)
+        ways = [half / room for room in (apart, MARGIN - apart) if room > 0]
+        wanted = max(ceil(self.samples * min(ways) ** 2 / 100), self.samples // 100 + 1) * 100
+        return f"too few to tell: {interval}; about {wanted:,} would tell"
 
     def record(self) -> dict[str, Any]:
         return asdict(self) | {"verdict": self.verdict}

@@ -23,8 +23,8 @@ BASELINES = {
     "pop-fitted": "POP with fitted KV",
     "visual": "POP for visual positions only, own KV",
     "visual-fitted": "POP for visual positions only, fitted KV",
-    "no-boundary": "POP without boundary handling",
-    "no-kv": "POP without independent KV projections",
+    "no-boundary": "POP without boundary handling, computed the slow way, so not timed",
+    "no-kv": "POP without independent KV projections, computed the slow way, so not timed",
     "removed": "the same layers removed from both stages",
     "shortgpt": "as many layers removed from both stages, those of the least block influence (ShortGPT)",
     "dart": "visual tokens removed by DART's rule at the embedding level, for the FLOPs of POP's prefill"}
@@ -42,11 +42,13 @@ class Setting:
         name: in the report.
         put: what holds a model to it inside a block.
         record: what it is, for the report and for whoever resumes the run.
+        timed: whether its time says anything: not where it computes what it throws away.
     """
 
     name: str
     put: Callable[[Any], AbstractContextManager[Any]]
     record: Mapping[str, Any]
+    timed: bool = True
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Makers:
 
     Args:
         model: without a plan.
-        folder: where fitted plans and choices of layers go.
+        folder: where fitted plans and choices of layers go, those of this model and calibration.
         calibration: gives the calibration prompts, as a processor returns them; asked only where one is needed.
         lengths: the mean visual and text tokens of the prompts to come, which set DART's share.
     """
@@ -100,7 +102,7 @@ class Makers:
             kind = {"no-boundary": baselines.without_boundary, "no-kv": baselines.without_kv}.get(name,
                                                                                                   baselines.removed)
             put, what = partial(kind, layers=layers), {"layers": layers}
-        return Setting(called, put, {"what": BASELINES[name], **what})
+        return Setting(called, put, {"what": BASELINES[name], **what}, timed=name not in ("no-boundary", "no-kv"))
 
     def _fitted(self, name: str, plan: PruningPlan) -> PruningPlan:
         path = self.folder / f"{slug(name)}.json"

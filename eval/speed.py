@@ -89,7 +89,7 @@ def measured(part: Part, device: str, kept: Path, console: Console) -> list[dict
     """The part's rows, those of an earlier run too."""
     plans: Plans = candidates(*part.plans, TEXT)
     settings = [Setting(part.shape, part.layers, part.dtype, attention, device, length, TEXT, batch, plan, part.whole,
-                        "", 16, part.rounds, benchmark.machine())
+                        "", 16, part.rounds, benchmark.machine(device))
                 for attention in attentions() for plan in plans for batch in part.batches for length in part.lengths]
 
     def load(dtype: str, attention: str | None) -> tuple[None, Any]:

@@ -6,11 +6,14 @@ To add one is to add a file. A CSV or JSON lines file with the columns image, qu
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from string import ascii_uppercase
@@ -18,6 +21,7 @@ from typing import Any, Literal
 
 import yaml
 from metrics import METRICS, Target
+from PIL import Image
 from scenes import COLORS, KINDS, scene
 
 from popvlm.recipes import FILES, dataset, fetched, undecoded
@@ -88,6 +92,7 @@ class Task:
         answers: the column of the right answer or answers.
         options: the column of the list of options, or the columns of one each.
         answer_by: whether a multiple-choice question's answer is a letter or an index from 0.
+        below: columns of numbers, each with what a row's must be below, or it is left out.
         box: the column of the box to click, as shares of width and height.
         group: the column that says to which part of the benchmark a question belongs.
         prompt_without_options: for questions without, where others have some.
@@ -108,6 +113,7 @@ class Task:
     answers: str | None = None
     options: str | list[str] | None = None
     answer_by: Literal["letter", "index"] = "letter"
+    below: Mapping[str, float] = field(default_factory=dict)
     box: str | None = None
     group: str | None = None
     prompt_without_options: str | None = None
@@ -172,6 +178,21 @@ def load(task: Task, limit: int | None = None, *, seed: int = 0, stream: bool = 
     return samples
 
 
+def digest(samples: Sequence[Sample]) -> str:
+    """16 hexadecimal digits of the questions and their images: answers to others must not be taken for theirs."""
+    made = hashlib.sha256()
+    for sample in samples:
+        made.update(json.dumps([sample.key, sample.prompt]).encode())
+        for image in sample.images:
+            if isinstance(image, Image.Image):
+                made.update(image.tobytes())
+            elif isinstance(image, Mapping):
+                made.update(image.get("bytes") or Path(str(image.get("path"))).name.encode())
+            else:
+                made.update(Path(str(image)).name.encode())
+    return made.hexdigest()[:16]
+
+
 def _read(path: Path) -> Task:
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -203,11 +224,18 @@ def _rows(task: Task, where: str | Path, limit: int | None, seed: int, stream: b
         rows = list(DRAWN[task.drawn](task.split))
         return rows if limit is None else random.Random(seed).sample(rows, min(limit, len(rows)))
     data = dataset(where, task.config, task.split, stream)
+    if task.below:
+        data = (undecoded(data) if stream else data).filter(partial(_below, tuple(task.below.values())),
+                                                            input_columns=list(task.below))
     if limit is None:
         return undecoded(data)
     if stream:
         return islice(undecoded(data).shuffle(seed=seed, buffer_size=SHUFFLED), limit)
     return undecoded(data.shuffle(seed=seed).select(range(min(limit, len(data)))))
+
+
+def _below(most: tuple[float, ...], *values: Any) -> bool:
+    return all(float(value) < bound for value, bound in zip(values, most))
 
 
 def _easy_vqa(split: str) -> Iterator[dict[str, Any]]:
@@ -265,6 +293,9 @@ def _sample(task: Task, key: str, row: Mapping[str, Any], where: str | Path, mod
                         ) from error
     if box is not None and (len(box) != 4 or not all(0 <= side <= 1 for side in box)):
         raise TaskError(f"{task.title} has a box {list(box)}; give left, top, right, bottom as shares of the image")
+    if not answers and box is None:
+        raise TaskError(f"{task.title}'s sample {key} has no right answer ({prompt[:80]!r}); take a split that has "
+                        "them, or leave that sample out")
     images = [image for picture in pictures for image in (picture if isinstance(picture, list) else [picture])
               if image not in ("", None)]
     order: Literal["xy", "yx"] = "yx" if model_type.startswith("gemma3") else "xy"

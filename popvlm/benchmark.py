@@ -285,11 +285,12 @@ def run(load: Load, settings: Sequence[Setting], plans: Plans, *, image: Image.I
     return [rows[setting] for setting in wanted if setting in rows]
 
 
-def machine() -> str:
-    """What this runs on: the device's name, threads, and the versions of torch and transformers."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name()
+def machine(device: str = "auto") -> str:
+    """What this runs on: the name of the device, threads, and the versions of torch and transformers."""
+    on_gpu = torch.cuda.is_available() and not device.startswith("cpu")
+    name = torch.cuda.get_device_name() if on_gpu else processor_name()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{device}, {torch.get_num_threads()} threads, {versions}"
+    return f"{name}, {torch.get_num_threads()} threads, {versions}"
 
 
 def processor_name() -> str:

@@ -380,7 +380,7 @@ def benchmark(
     else:
         load = lambda dtype, attention: (None, bench.from_shape(shape, layers, dtype, attention, device))  # noqa: E731
     settings = [bench.Setting(model or shape, layers, kind, kernel, device, tokens, text, samples, name,
-                              not decoder_only, image, new_tokens, rounds, bench.machine())
+                              not decoder_only, image, new_tokens, rounds, bench.machine(device))
                 for kind in dtype or ["auto" if model else "bfloat16"] for kernel in (*(attention or ()),) or (None,)
                 for name in plans for samples in batch or [1] for tokens in lengths]
     rows = bench.run(load, settings, plans, image=picture, kept=out, say=say)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -120,7 +122,7 @@ def _sources(recipe: Path) -> list[Source]:
         if ("dataset" in entry) == ("path" in entry):
             raise SampleError(f"{about} needs either a dataset, of the hub, or a path")
         weight = entry.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise SampleError(f"{about} has weight {weight!r}; give a number above 0")
     return [Source(**entry) for entry in entries]
 
@@ -146,7 +148,7 @@ def _rows(source: Source, folder: Path, seed: int) -> Iterator[dict[str, Any]]:
 def _fields(source: Source, row: dict[str, Any]) -> tuple[str, list[Any]]:
     """The prompt and the images of a row; no prompt where a list that it is taken from is empty."""
     try:
-        prompt = source.prompt.format_map(row)
+        prompt = source.prompt.format_map({name: "" if value is None else value for name, value in row.items()})
         images = row[source.image] if source.image else []
     except IndexError:
         return "", []
@@ -154,7 +156,7 @@ def _fields(source: Source, row: dict[str, Any]) -> tuple[str, list[Any]]:
         asked = " and ".join(filter(None, (f"the prompt {source.prompt!r}", source.image)))
         raise SampleError(f"{source.name} has columns {', '.join(row)}, and not all of {asked} ({brief(error)}); name "
                           "those that it has, a prompt's in braces") from error
-    return prompt, images if isinstance(images, list) else [] if images is None else [images]
+    return prompt, images if isinstance(images, list) else [] if images in (None, "") else [images]
 
 
 def fetched(image: Any, where: str | Path) -> Any:
@@ -185,7 +187,9 @@ def dataset(where: str | Path, config: str | None, split: str, stream: bool) -> 
         if isinstance(where, str):
             return load_dataset(where, config, split=split, streaming=stream)
         if where.is_file() and where.suffix in FILES:
-            return load_dataset(FILES[where.suffix], data_files=str(where), split="train", streaming=stream)
+            # A CSV's cells are texts: as numbers 007 and 1.50 would not come back, as missing values NA would not.
+            texts = {"features": _texts(where), "keep_default_na": False} if where.suffix == ".csv" else {}
+            return load_dataset(FILES[where.suffix], data_files=str(where), split="train", streaming=stream, **texts)
         if where.is_dir():
             config = config if config in get_dataset_config_names(str(where)) else None
             splits = load_dataset(str(where), config, streaming=stream)
@@ -194,6 +198,14 @@ def dataset(where: str | Path, config: str | None, split: str, stream: bool) -> 
         fix = "check its name, config and split, the network, and your login if it is gated"
         raise SampleError(f"the dataset {where} cannot be had ({brief(error)}); {fix}") from error
     raise SampleError(f"there is no data at {where}; give a folder, or a file that ends in {', '.join(FILES)}")
+
+
+def _texts(path: Path) -> Any:
+    """The columns of a CSV file, all of them texts."""
+    from datasets import Features, Value  # noqa: PLC0415
+
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return Features({name: Value("string") for name in next(csv.reader(file), [])})
 
 
 def undecoded(data: Any) -> Any:

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import answers
 import evaluate
 import pytest
 import typer
-from answers import AnswerError, Kept, _answered, batches
+from answers import AnswerError, Kept, _answered, ask_all, batches
 from metrics import Target
 from PIL import Image
 from tasks import Sample, find, load
@@ -182,6 +183,23 @@ def test_too_little_memory(loaded, monkeypatch):
     monkeypatch.setattr(model, "generate", lambda **call: (_ for _ in ()).throw(MemoryError()))
     (row,) = _answered(model, processor, [large], 8)
     assert row == {"key": "large", "answer": "", "error": "MemoryError: MemoryError"}
+
+
+def test_what_failed_is_asked_again(tmp_path, monkeypatch):
+    samples = [Sample(str(index), (), "what?", Target(("red",))) for index in range(4)]
+    kept = Kept(tmp_path, "task.full", {"run": 1})
+    kept.add([{"key": sample.key, "answer": "red"} for sample in samples[:3]])
+    kept.add([{"key": "3", "answer": "", "error": "out of memory"}])
+    asked = []
+
+    def answered(model, processor, batch, longest):
+        asked.append([sample.key for sample in batch])
+        return [{"key": sample.key, "answer": "red"} for sample in batch]
+
+    monkeypatch.setattr(answers, "_answered", answered)
+    for _ in range(2):
+        ask_all(None, None, batches(samples, 2), Kept(tmp_path, "task.full", {"run": 1}), 4)
+    assert asked == [["2", "3"]]
 
 
 def test_batches_are_the_same_for_the_same_samples():

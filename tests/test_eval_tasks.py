@@ -9,7 +9,7 @@ import pytest
 import yaml
 from metrics import METRICS, Target
 from PIL import Image
-from tasks import FOLDER, NAMES, Sample, TaskError, find, load
+from tasks import FOLDER, NAMES, Sample, TaskError, digest, find, load
 
 from popvlm.samples import SampleError, opened
 
@@ -72,8 +72,8 @@ PUBLISHED = {  # task: (dataset, config, split), its columns, a row, an answer t
     "mmbench": (("lmms-lab/MMBench_EN", None, "dev"),
                 columns(index=int, question=str, hint=str, A=str, B=str, C=str, D=str, answer=str, category=str,
                         image="image", source=str, **{"l2-category": str}, comment=str, split=str),
-                {"question": "what?", "hint": "nan", "A": "cat", "B": "dog", "C": None, "D": "nan", "answer": "B",
-                 "image": png()}, "B. dog", "A"),
+                {"index": 3, "question": "what?", "hint": "nan", "A": "cat", "B": "dog", "C": None, "D": "nan",
+                 "answer": "B", "image": png()}, "B. dog", "A"),
     "realworldqa": (("lmms-lab/RealWorldQA", None, "test"),
                     columns(image="image", question=str, answer=str, image_path=str),
                     {"question": "Which?\nA. left\nB. right\nPlease answer directly with only the letter of the "
@@ -129,6 +129,13 @@ def test_every_shipped_task_is_tested():
         assert len((FOLDER / f"{name}.yaml").read_text().splitlines()) <= 16
 
 
+def test_mmbench_without_rotations(hub, monkeypatch):
+    monkeypatch.setitem(PUBLISHED["mmbench"][2], "index", 1_000_003)  # question 3 with its options rotated
+    for stream in False, True:
+        with pytest.raises(TaskError, match=r"gives no sample|size 0"):
+            load(find("mmbench"), stream=stream)
+
+
 def test_prompts_of_options(hub):
     (sample,) = load(find("mmbench"), 1)
     assert sample.prompt == "what?\nA. cat\nB. dog\nAnswer with the option's letter from the given choices directly."
@@ -172,17 +179,37 @@ def test_a_users_own_file(kind, tmp_path):
     (tmp_path / "0.png").write_bytes(png()["bytes"])
     path = tmp_path / f"mine.{kind}"
     if kind == "csv":
-        path.write_text("image,question,answers\n0.png,what?,red|dark red\n0.png,how many?,1\n", encoding="utf-8")
+        path.write_text("image,question,answers\n0.png,what?,red|dark red\n0.png,how many?,1\n"
+                        "0.png,NA,007\n,who?,null\n", encoding="utf-8")
     else:
         rows = [{"image": "0.png", "question": "what?", "answers": ["red", "dark red"]},
-                {"image": "0.png", "question": "how many?", "answers": ["1"]}]
+                {"image": "0.png", "question": "how many?", "answers": ["1"]},
+                {"image": "0.png", "question": "NA", "answers": ["007"]}, {"question": "who?", "answers": ["null"]}]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = find(str(path))
-    first, second = load(task)
+    first, second, third, fourth = load(task)
+    assert (third.prompt, third.target.answers) == ("NA", ("007",)), "a CSV's cells are texts"
+    assert (fourth.images, fourth.target.answers) == ((), ("null",))
     assert (first.prompt, first.target.answers) == ("what?", ("red", "dark red"))
     assert (second.prompt, second.target.answers) == ("how many?", ("1",))
     assert opened(first.images[0]).size == (8, 6)
     assert METRICS[task.metric]("Dark red", first.target) == 1
+
+
+def test_a_question_without_an_answer_is_refused(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("image,question,answers\n0.png,what?,red\n0.png,how many?,\n", encoding="utf-8")
+    with pytest.raises(TaskError, match=r"sample 1 has no right answer \('how many\?'\); take a split"):
+        load(find(str(path)))
+
+
+def test_answers_to_other_questions_are_told_apart(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("image,question,answers\n0.png,what?,red\n0.png,how many?,1\n", encoding="utf-8")
+    before = digest(load(find(str(path))))
+    assert before == digest(load(find(str(path))))
+    path.write_text("image,question,answers\n0.png,who?,me\n0.png,what?,red\n0.png,how many?,1\n", encoding="utf-8")
+    assert before != digest(load(find(str(path))))
 
 
 def test_a_task_is_one_file(tmp_path):

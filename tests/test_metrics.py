@@ -52,6 +52,7 @@ def test_anls(said, right, expected):
     ("105", "100", 1), ("95", "100", 1), ("106", "100", 0), ("94.9", "100", 0), ("-105", "-100", 1), ("105", "-100", 0),
     ("1,234", "1234", 1), ("1234", "1,234.5", 1), ("1,23", "123", 0),
     ("45%", "45", 1), ("45", "45%", 1), ("0.45", "45%", 1), ("45%", "0.45", 1), ("45%", "46%", 1), ("45 %", "60%", 0),
+    ("45%", "0.0045", 0), ("0.45", "4500%", 0),
     ("0", "0", 1), ("0.0", "0", 1), ("0.01", "0", 0), ("$5", "5", 1), ("2019.", "2019", 1),
     ("Yes", "yes", 1), ("blue", "dark blue", 0), ("nan", "nan", 1), ("inf", "1", 0), ("1e3", "1000", 1),
     ("", "5", 0), ("[1, 2]", "[1, 2]", 1), ("9" * 5000, "9", 0), ("٣", "3", 1), ("²", "2", 0),
@@ -68,6 +69,7 @@ OPTIONS = "the cat", "the dog", "a red bird", "bird"
     ("The answer is B.", "B"), ("Answer: (C)", "C"), ("the correct option is D", "D"), ("I think it is (C).", "C"),
     ("the dog", "B"), ("The Dog.", "B"), ("It shows the dog.", "B"), ("a red bird", "C"), ("bird", "D"),
     ("I see a red bird", "C"), ("It is C", "C"),
+    ("**Answer:** A", "A"), ("**Answer:** C", "C"), ("It is A", "A"), ("It is **A**.", "A"),
     ("A dog and B", "B"), ("A or B or C", None), ("the cat and the dog", None), ("E", None), ("", None),
     ("I cannot help with that.", None), ("A picture of something", None), ("answer is A or answer is B", None),
     ("Z" * 9000, None), ("猫", None), ("B\nbecause of the ears", "B"),
@@ -84,6 +86,9 @@ def test_choice_questions_without_options():
     assert score("choice", "about 3.14159 metres", "3.14") == 1
     assert score("choice", "3.2", "3.14") == score("choice", "30", "3") == score("choice", "", "3") == 0
     assert score("choice", "three", "3") == 1
+    for right in "6.02e23", ".5", "-.25", "1e-3", "(a, b)":
+        assert score("choice", right, right) == score("choice", f"It is {right} then", right) == 1
+    assert score("choice", "6.02e22", "6.02e23") == score("choice", "5", ".5") == 0
     assert score("choice", "the left ventricle", "right ventricle", "left ventricle") == 1  # any of MMMU's answers
 
 

@@ -37,6 +37,21 @@ def test_verdicts():
     assert counts(1500, 3, 2, 500).verdict.startswith("the same within a point: ")
 
 
+@pytest.mark.parametrize("found", [(1700, 42, 32, 226), (495, 5, 0, 0), (0, 3, 0, 0), (190, 7, 3, 0),
+                                   (900, 30, 30, 40)])
+def test_as_many_as_are_said_to_tell_do(found):
+    """So many samples of the same population, and not those that were asked, tell."""
+    said = counts(*found).verdict
+    assert said.startswith("too few")
+    if "McNemar" in said:
+        assert counts(*found).p_value > 0.05
+        return
+    wanted = int(said.split("about ")[1].split(" ")[0].replace(",", ""))
+    assert wanted > sum(found)
+    larger = counts(*(round(1.3 * count * wanted / sum(found)) for count in found))
+    assert not larger.verdict.startswith("too few")
+
+
 def test_no_difference_is_not_no_doubt():
     found = counts(20, 0, 0, 5)
     assert (found.difference, found.p_value, found.loyalty) == (0, 1, 1)
