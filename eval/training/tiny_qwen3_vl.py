@@ -50,8 +50,8 @@ TEMPLATE = (
 PATCHES = dict(patch_size=16, temporal_patch_size=2, merge_size=2)
 
 EARLY = 8
-"""Of 12 layers: what is asked for behind this one takes a few layers more to the end of the prompt. A model of 16 that was
-asked behind its layer 6 stayed right with its last 5 removed; one of 12 asked behind its layer 7 lost 3.5 points with its
+"""Of 12 layers: what is asked for behind this one takes a few layers more to the end of the prompt. A model of 16 asked
+behind its layer 6 stayed right with its last 5 removed; one of 12 asked behind its layer 7 lost 3.5 points with its
 last 4."""
 
 
