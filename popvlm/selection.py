@@ -48,7 +48,8 @@ class Budget:
         ratio: the share of the layers that context positions skip.
         speedup: of the decoder's prefill, as the cost model allows it on prompts of the samples' mean length.
         divergence: the largest mean KL(full || pruned) of the first token, in nats.
-        agreement: beside a divergence, the least share of prompts whose first token stays the same.
+        agreement: beside a divergence, the least share of prompts whose first token stays the same, to the nearest
+            prompt.
 
     Raises:
         SelectionError: two of them, or an impossible one.
@@ -353,7 +354,7 @@ def _of_all(quality: Quality) -> Quality:
 def described(trial: Trial, model: Any) -> PruningPlan:
     """The trial's plan with its figures in its source, for this model."""
     figures = trial.quality.figures()
-    source = (f"calibrated; on {len(trial.quality)} held-out prompts KL {figures['mean_kl']:.4f} "
+    source = (f"calibrated; on the {len(trial.quality)} held-out prompts that chose it KL {figures['mean_kl']:.4f} "
               f"(95 %: {figures['p95_kl']:.4f}), first token agrees {figures['agreement']:.1%}, answer "
               f"{figures['answer_agreement']:.1%}; allows {trial.speedup:.2f}x")
     return replace(trial.plan, source=source, fingerprint=fingerprint(model))

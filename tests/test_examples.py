@@ -62,7 +62,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
 def test_the_notebook_on_calibration(tmp_path):
     said, pictures = executed("calibrate.ipynb", tmp_path)
     assert said.count("layers skipped") >= 3
-    assert "held-out prompts KL" in said
+    assert "held-out prompts that chose it KL" in said
     assert pictures == 5
     assert (tmp_path / "my_plan" / "plan.json").exists()
 
