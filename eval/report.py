@@ -134,6 +134,7 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
         lines.setdefault(method or name, []).append(
             (1000 * found["first_token_s"], 100 * record["average"][name], f"{share} %" if method else ""))
     for number, (method, points) in enumerate(lines.items()):
+        points.sort(key=lambda point: float(point[2].rstrip(" %") or 0))
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "so^vDPX*<>"[number % 10] + "-", label=method,
                   alpha=0.8)
         for x, y, share in points if len(points) > 1 else ():
